@@ -1,0 +1,174 @@
+"""One TOML file per profile, read by both processes. Standard library only.
+
+Unknown tables and keys are refused. "auto" and 0 stand for "resolve it here"; what they became is logged once,
+by the process that uses it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tomllib
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Self, get_type_hints
+
+logger = logging.getLogger(__name__)
+
+
+class ConfigError(Exception):
+    """The operator's file is wrong; the text names the key, its value and what is allowed."""
+
+
+class _Table:
+    """A TOML table whose keys are the fields of a frozen dataclass."""
+
+    @classmethod
+    def from_table(cls, table: dict[str, Any]) -> Self:
+        hints = get_type_hints(cls)
+        known = {f.name for f in fields(cls)}  # type: ignore[arg-type]
+        if unknown := table.keys() - known:
+            raise ConfigError(f"unknown keys {sorted(unknown)} in [{cls._title()}]; known are {sorted(known)}")
+        return cls(**{key: cls._value(key, value, hints[key]) for key, value in table.items()})
+
+    @classmethod
+    def _title(cls) -> str:
+        return cls.__name__.removesuffix("Config").lower()
+
+    @classmethod
+    def _value(cls, key: str, value: Any, hint: Any) -> Any:
+        if hint is float and type(value) is int:
+            return float(value)
+        if hint == tuple[str, ...]:
+            if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+                raise ConfigError(f"[{cls._title()}] {key} is a list of strings, not {value!r}")
+            return tuple(value)
+        if type(value) is not hint:
+            raise ConfigError(f"[{cls._title()}] {key} is {hint.__name__}, not {value!r}")
+        return value
+
+
+def _require(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise ConfigError(f"{name} is {value}, allowed are {low} to {high}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayConfig(_Table):
+    """The [gateway] table: where callers come in, and what each may take."""
+
+    host: str = "127.0.0.1"
+    port: int = 8020
+    socket: str = "run/engine.sock"  # the engine's pipe; relative paths start at the working directory
+    contexts: int = 16  # per connection
+    connections: int = 256
+    text_bytes: int = 65_536  # per context, not yet spoken
+    message_bytes: int = 65_536
+    window_ms: int = 3_000  # audio a context may be ahead before the first credit
+    idle_ms: int = 600_000
+    stall_ms: int = 10_000  # a socket that takes nothing for so long is aborted
+    ping_ms: int = 5_000
+    drain_ms: int = 5_000
+    origins: tuple[str, ...] = ()  # empty: only the gateway's own
+
+    def __post_init__(self) -> None:
+        _require("[gateway] port", self.port, 0, 65_535)
+        _require("[gateway] contexts", self.contexts, 1, 10_000)
+        _require("[gateway] message_bytes", self.message_bytes, 1_024, 16 << 20)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig(_Table):
+    """The [engine] table: the device and how it is shared."""
+
+    device: str = "auto"  # cpu, cuda, cuda:N
+    dtype: str = "auto"  # float32 on the CPU, bfloat16 on CUDA
+    threads: int = 0  # torch's; 0: two, or one where there is but one core
+    mode: str = "streaming"  # what a context gets; "full": all tokens first, then one flow and one HiFT call
+    lanes: int = 16  # contexts that speak at once
+    waiting: int = 64  # contexts that may wait for a lane; the next is refused
+    rows_per_launch: int = 0  # rows that share a call; 1: a lane sounds the same to the bit, alone or in a crowd
+    talker_pages: int = 0  # of 32 rows; 0: enough for every lane
+    flow_pages: int = 0  # of 50 frames; 0: enough for every lane
+    lookahead_s: float = 2.0  # audio's worth of tokens that a talker may be ahead of its credit
+    prefill_rows: int = 512  # of one prompt and one step
+    clause_tokens: int = 400  # text tokens of one clause, prompt not counted
+    clauses: int = 512  # waiting in one context
+    gauges_ms: int = 1_000
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("streaming", "full"):
+            raise ConfigError(f"[engine] mode is {self.mode!r}, allowed are 'streaming' and 'full'")
+        if self.dtype not in ("auto", "float32", "bfloat16", "float16", "float64"):
+            raise ConfigError(
+                f"[engine] dtype is {self.dtype!r}, allowed are auto, float32, bfloat16, float16, float64"
+            )
+        if self.device not in ("auto", "cpu", "cuda") and not self.device.startswith("cuda:"):
+            raise ConfigError(f"[engine] device is {self.device!r}, allowed are auto, cpu, cuda, cuda:N")
+        _require("[engine] lanes", self.lanes, 1, 4_096)
+        _require("[engine] waiting", self.waiting, 0, 100_000)
+        _require("[engine] lookahead_s", self.lookahead_s, 0.0, 600.0)
+        _require("[engine] prefill_rows", self.prefill_rows, 1, 65_536)
+        _require("[engine] clause_tokens", self.clause_tokens, 1, 8_192)
+        _require("[engine] threads", self.threads, 0, 1_024)
+
+    def resolved(self, *, has_cuda: bool) -> EngineConfig:
+        """The same with nothing left to "auto"; the result is logged."""
+        device = self.device if self.device != "auto" else ("cuda" if has_cuda else "cpu")
+        on_cpu = device == "cpu"
+        chosen = replace(
+            self,
+            device=device,
+            dtype=self.dtype if self.dtype != "auto" else ("float32" if on_cpu else "bfloat16"),
+            threads=self.threads or min(2, os.cpu_count() or 1),
+            rows_per_launch=self.rows_per_launch or (1 if on_cpu else self.lanes),
+            talker_pages=self.talker_pages or self.lanes * 48,
+            flow_pages=self.flow_pages or self.lanes * 24,
+        )
+        logger.info("engine settings: %s", chosen)
+        return chosen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig(_Table):
+    """The [model] table. One setting serves the official model: checkpoint = "/path/to/Fun-CosyVoice3-0.5B-2512"."""
+
+    checkpoint: str = "embedded"  # a folder in the official layout; "embedded": the one inside the package
+    voice: str = ""  # the default voice; empty: the checkpoint's first
+
+    @property
+    def folder(self) -> Path:
+        if self.checkpoint == "embedded":
+            return Path(__file__).parent / "voices" / "embedded"
+        return Path(self.checkpoint).expanduser()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """A profile."""
+
+    gateway: GatewayConfig = field(default_factory=GatewayConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+
+    @classmethod
+    def from_tables(cls, tables: dict[str, Any]) -> Self:
+        if unknown := tables.keys() - {"gateway", "engine", "model"}:
+            raise ConfigError(f"unknown tables {sorted(unknown)}; known are ['engine', 'gateway', 'model']")
+        for name, table in tables.items():
+            if not isinstance(table, dict):
+                raise ConfigError(f"[{name}] is a table, not {table!r}")
+        return cls(
+            gateway=GatewayConfig.from_table(tables.get("gateway", {})),
+            engine=EngineConfig.from_table(tables.get("engine", {})),
+            model=ModelConfig.from_table(tables.get("model", {})),
+        )
+
+
+def load(path: Path) -> Config:
+    """The profile in a file. Raises ConfigError for a file that can't be read, isn't TOML or holds a wrong key."""
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    return Config.from_tables(tables)
