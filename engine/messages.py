@@ -109,7 +109,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
-    """The context holds a place: a lane, or one in the bounded queue."""
+    """The context holds a lane. One that must wait for it is told so by the silence, or by Failed."""
 
     context: int
     epoch: int

@@ -1,0 +1,636 @@
+"""Who runs in this step. Plain Python: no tensor, no clock of its own, no thread.
+
+A context waits for a lane, holds it until its one terminal message, and gives it back. Its clauses are spoken in
+order; each goes through three stages, and a stage's state is a few counts:
+
+    talker  rows fed .. prefill, then one token a step until the stop token or the limit
+    flow    tokens solved -> hop staged -> ten Euler steps -> mel
+    hift    mel -> samples
+
+The hop schedule is a function of token counts alone, never of timing, so that a context sounds the same alone and
+in a crowd. The earliest audio deadline goes first: the moment when the listener runs dry. A new context is due now.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import NamedTuple, TypeVar
+
+from engine.messages import (
+    SAMPLE_RATE_HZ,
+    Audio,
+    Cancel,
+    Cancelled,
+    Clause,
+    ClauseDone,
+    ClauseTaken,
+    Credit,
+    Done,
+    End,
+    Failed,
+    Open,
+    Opened,
+    ToEngine,
+    ToGateway,
+)
+
+logger = logging.getLogger(__name__)
+Row = TypeVar("Row")
+
+SAMPLES_PER_TOKEN = 960
+HOP_TOKENS = 25
+LOOKAHEAD_TOKENS = 3
+EULER_STEPS = 10
+
+
+class SpeechError(Exception):
+    """Ends one context. The text names the value and the limit and holds no user text."""
+
+    code, is_retryable = "engine_error", False
+
+
+class LaneFault(SpeechError):
+    """One lane's input broke its computation; the batch goes on."""
+
+
+class BadText(SpeechError):
+    code = "bad_text"
+
+
+class TextTooLong(SpeechError):
+    code = "text_too_long"
+
+
+class UnknownVoice(SpeechError):
+    code = "unknown_voice"
+
+
+class Unsupported(SpeechError):
+    code = "unsupported"
+
+
+class Overloaded(SpeechError):
+    """No lane, no place in the queue or no memory: the caller may come back later."""
+
+    code, is_retryable = "overloaded", True
+
+
+class QueueTimeout(SpeechError):
+    code, is_retryable = "queue_timeout", True
+
+
+class Restarting(SpeechError):
+    """The device's state is unknown: every context ends and the process is started again."""
+
+    code, is_retryable = "engine_restart", True
+
+
+RETRY_AFTER_MS = 1_000
+
+
+class Key(NamedTuple):
+    """A context of one gateway link; the epoch keeps a reused number apart."""
+
+    link: int
+    context: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """A place on the device. The lease grows each time it is given out: a late result finds no tenant."""
+
+    index: int
+    lease: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """What the scheduler must know of a prepared clause. prefill_rows 0: nothing to say."""
+
+    prefill_rows: int
+    prompt_tokens: int
+
+    @property
+    def first_hop(self) -> int:
+        """Tokens to the first chunk boundary after the prompt."""
+        return HOP_TOKENS - self.prompt_tokens % HOP_TOKENS
+
+
+NOTHING_TO_SAY = Lengths(prefill_rows=0, prompt_tokens=0)
+
+
+@dataclass(frozen=True, slots=True)
+class TalkerRow:
+    lane: Lane
+    clause: int
+    start: int  # rows fed before
+    count: int  # rows of this step: part of the prefill, or 1
+
+
+@dataclass(frozen=True, slots=True)
+class FlowRow:
+    """One Euler step; with `is_new_hop` the tokens up to `upto` are staged first."""
+
+    lane: Lane
+    clause: int
+    upto: int  # the hop may see the clause's tokens 0..upto
+    is_new_hop: bool
+    is_final: bool
+
+
+@dataclass(frozen=True, slots=True)
+class HiftRow:
+    lane: Lane
+    clause: int
+    is_final: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one step launches: each lane at most once per stage."""
+
+    talker: tuple[TalkerRow, ...] = ()
+    flow: tuple[FlowRow, ...] = ()
+    hift: tuple[HiftRow, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.talker or self.flow or self.hift)
+
+
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """Text work to be done for a clause."""
+
+    lane: Lane
+    opened: Open
+    index: int
+    text: str
+
+
+@dataclass(slots=True)
+class _Run:
+    """A clause on its way."""
+
+    index: int
+    text: str
+    lengths: Lengths | None = None  # None: the text work isn't done
+    is_preparing: bool = False
+    rows_fed: int = 0
+    tokens: int = 0  # kept by the silent-run filter
+    is_talked: bool = False
+    tokens_solved: int = 0
+    euler_steps: int = 0  # of the hop under way; 0: none is staged
+    is_final_hop: bool = False
+    is_solved: bool = False
+    has_mel: bool = False
+    is_mel_final: bool = False
+    is_sounded: bool = False
+
+    @property
+    def is_ready(self) -> bool:
+        return self.lengths is not None
+
+    @property
+    def hop(self) -> int:
+        assert self.lengths is not None, "the clause isn't prepared"
+        return HOP_TOKENS if self.tokens_solved else self.lengths.first_hop
+
+    @property
+    def is_hop_due(self) -> bool:
+        """Are there tokens for a hop and its look-ahead, or is this the end of the clause?"""
+        return self.is_talked or self.tokens >= self.tokens_solved + self.hop + LOOKAHEAD_TOKENS
+
+    @property
+    def is_last_hop(self) -> bool:
+        return self.tokens < self.tokens_solved + self.hop + LOOKAHEAD_TOKENS
+
+
+@dataclass(slots=True)
+class _Context:
+    """One context from its acceptance to its terminal message."""
+
+    key: Key
+    opened: Open
+    since_s: float
+    lane: Lane | None = None
+    is_ended: bool = False
+    credit: int | None = None  # None: not held back yet
+    next_clause: int = 0
+    runs: deque[_Run] = field(default_factory=deque)
+    samples: int = 0
+    tokens: int = 0
+    due_s: float = 0.0  # when the listener runs dry
+    served_s: float = 0.0
+    first_clause_s: float | None = None
+    first_audio_s: float | None = None
+    is_blocked: bool = False  # no free pages at its last try
+
+    @property
+    def is_streaming(self) -> bool:
+        return self.opened.streaming
+
+    @property
+    def is_resting(self) -> bool:
+        """Is all that the listener granted already made?"""
+        return self.credit is not None and self.samples >= self.credit
+
+    @property
+    def samples_ahead(self) -> int:
+        """Audio that the talker has written and the flow hasn't solved."""
+        return sum(run.tokens - run.tokens_solved for run in self.runs) * SAMPLES_PER_TOKEN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How the device is shared."""
+
+    lanes: int
+    waiting: int = 64
+    rows: int = 0  # per stage and step; 0: all
+    is_serial: bool = False  # one row of one stage per step: the most urgent one (a CPU has nothing to overlap)
+    lookahead_samples: int = 2 * SAMPLE_RATE_HZ
+    prefill_rows: int = 512  # of one lane and one step
+    prepared_clauses: int = 3  # text work ahead of the voice
+    clauses: int = 512  # of one context, not yet spoken
+    waiting_s: float = 10.0
+    ageing_s: float = 5.0  # a lane far ahead of its listener is served again after this at the latest
+
+
+class Scheduler:
+    """Owns every context's counts and the lanes. The only writer of both.
+
+    Messages to the gateways gather in `outgoing` as (link, message); lanes whose tenants have ended gather in
+    `freed`, and must be emptied before `outgoing` is delivered: Cancelled means that all is free.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.outgoing: list[tuple[int, ToGateway]] = []
+        self.freed: list[Lane] = []
+        self.preparations: list[Preparation] = []
+        self.num_ended = 0
+        self._contexts: dict[Key, _Context] = {}
+        self._waiting: deque[_Context] = deque()
+        self._tenants: list[_Context | None] = [None] * limits.lanes
+        self._lease = [0] * limits.lanes
+        self._free = list(range(limits.lanes - 1, -1, -1))
+
+    # What the gateways say
+
+    def take(self, link: int, message: ToEngine, now: float) -> None:
+        key = Key(link, message.context, message.epoch)
+        match message:
+            case Open():
+                self._open(key, message, now)
+            case Cancel():
+                self._cancel(key)
+            case Clause() | End() | Credit():
+                if (context := self._contexts.get(key)) is not None:  # else it ended while this was on its way
+                    self._feed(context, message, now)
+
+    def refuse(self, link: int, message: Open, error: SpeechError) -> None:
+        self._say_failed(Key(link, message.context, message.epoch), error)
+
+    def close_link(self, link: int) -> None:
+        """The gateway is gone: its contexts end without a word."""
+        for context in [c for c in self._contexts.values() if c.key.link == link]:
+            self._drop(context)
+
+    def fail_all(self, error: SpeechError) -> None:
+        for context in list(self._contexts.values()):
+            self._fail(context, error)
+
+    def _open(self, key: Key, message: Open, now: float) -> None:
+        if key in self._contexts:
+            logger.warning("context %s is open already; the second Open is ignored", key)
+            return
+        if not self._free and len(self._waiting) >= self.limits.waiting:
+            full = f"all {self.limits.lanes} lanes are taken and {self.limits.waiting} contexts wait"
+            self._say_failed(key, Overloaded(full))
+            return
+        context = _Context(key, message, since_s=now, due_s=now, served_s=now)
+        self._contexts[key] = context
+        self._waiting.append(context)
+        self._seat_waiting(now)
+
+    def _cancel(self, key: Key) -> None:
+        if (context := self._contexts.get(key)) is not None:
+            self._drop(context)
+        self._say(key, Cancelled(context=key.context, epoch=key.epoch))
+
+    def _feed(self, context: _Context, message: Clause | End | Credit, now: float) -> None:
+        match message:
+            case Clause():
+                self._add_clause(context, message, now)
+            case End():
+                context.is_ended = True
+                self._settle(context)
+            case Credit():
+                context.credit = max(context.credit or 0, message.samples)
+
+    def _add_clause(self, context: _Context, message: Clause, now: float) -> None:
+        if context.is_ended or message.index != context.next_clause:
+            self._fail(context, SpeechError(f"clause {message.index} came where {context.next_clause} was due"))
+            return
+        if len(context.runs) >= self.limits.clauses:
+            self._fail(context, TextTooLong(f"{self.limits.clauses} clauses wait already, which is the limit"))
+            return
+        if not context.runs:
+            context.due_s = max(context.due_s, now)
+            context.served_s = max(context.served_s, now)
+        if context.first_clause_s is None:
+            context.first_clause_s = now
+        context.next_clause += 1
+        context.runs.append(_Run(message.index, message.text))
+        self._prepare_ahead(context)
+
+    # Lanes
+
+    def is_current(self, lane: Lane) -> bool:
+        return self._lease[lane.index] == lane.lease and self._tenants[lane.index] is not None
+
+    def _seat_waiting(self, now: float) -> None:
+        while self._free and self._waiting:
+            context = self._waiting.popleft()
+            index = self._free.pop()
+            assert self._tenants[index] is None, f"lane {index} is taken"
+            self._lease[index] += 1
+            self._tenants[index] = context
+            context.lane = Lane(index, self._lease[index])
+            context.due_s = context.served_s = now if context.runs else context.due_s
+            self._say(context.key, Opened(context=context.key.context, epoch=context.key.epoch))
+            self._prepare_ahead(context)
+            self._settle(context)
+
+    def _drop(self, context: _Context) -> None:
+        """Forget a context and give its lane back."""
+        del self._contexts[context.key]
+        self.num_ended += 1
+        if context.lane is None:
+            self._waiting.remove(context)
+            return
+        index = context.lane.index
+        assert self._tenants[index] is context, f"lane {index} belongs to another context"
+        self._tenants[index] = None
+        self._free.append(index)
+        self.freed.append(context.lane)
+        self.unblock()
+
+    def unblock(self) -> None:
+        """Pages came free: those who waited for some may try again."""
+        for context in self._seated():
+            context.is_blocked = False
+
+    def _seated(self) -> Iterator[_Context]:
+        return (context for context in self._tenants if context is not None)
+
+    # Text work
+
+    def _prepare_ahead(self, context: _Context) -> None:
+        if context.lane is None:
+            return
+        for run in list(context.runs)[: self.limits.prepared_clauses]:
+            if not run.is_preparing:
+                run.is_preparing = True
+                self.preparations.append(Preparation(context.lane, context.opened, run.index, run.text))
+                run.text = ""
+
+    def prepared(self, lane: Lane, clause: int, lengths: Lengths) -> bool:
+        """The text work is done. False: its context has ended, the result has no owner."""
+        if not self.is_current(lane):
+            return False
+        context, run = self._run(lane, clause)
+        run.lengths = lengths
+        if lengths.prefill_rows == 0:
+            self._say(lane, ClauseTaken(context=context.key.context, epoch=context.key.epoch, index=clause))
+            run.is_talked = run.is_solved = run.is_sounded = True
+        self._settle(context)
+        return True
+
+    # Planning
+
+    def plan(self, now: float) -> Plan:
+        """The rows of the next step, most urgent first."""
+        self._expire(now)
+        self._seat_waiting(now)
+        urgent = sorted((c for c in self._seated() if c.runs), key=self._deadline_s)
+        plan = self._plan_one(urgent) if self.limits.is_serial else self._plan_all(urgent)
+        if plan.is_empty and (stuck := [c for c in urgent if c.is_blocked]):
+            # Nobody can run and somebody lacks pages: waiting would never end. The least urgent gives way.
+            self._fail(stuck[-1], Overloaded("no cache pages are free"))
+        return plan
+
+    def _deadline_s(self, context: _Context) -> tuple[float, float]:
+        return min(context.due_s, context.served_s + self.limits.ageing_s), context.since_s
+
+    def _plan_one(self, urgent: list[_Context]) -> Plan:
+        for context in urgent:
+            if (hift := self._hift_row(context)) is not None:
+                return Plan(hift=(hift,))
+            if (flow := self._flow_row(context)) is not None:
+                return Plan(flow=(flow,))
+            if (talker := self._talker_row(context)) is not None:
+                return Plan(talker=(talker,))
+        return Plan()
+
+    def _plan_all(self, urgent: list[_Context]) -> Plan:
+        rows = self.limits.rows or self.limits.lanes
+        talker = (self._talker_row(context) for context in urgent)
+        flow = (self._flow_row(context) for context in urgent)
+        hift = (self._hift_row(context) for context in urgent)
+        return Plan(_first(talker, rows), _first(flow, rows), _first(hift, rows))
+
+    def _talker_row(self, context: _Context) -> TalkerRow | None:
+        run = next((run for run in context.runs if not run.is_talked), None)
+        if run is None or run.lengths is None or context.is_blocked or self._is_far_ahead(context):
+            return None
+        left = run.lengths.prefill_rows - run.rows_fed
+        count = min(left, self.limits.prefill_rows) if left > 0 else 1
+        return TalkerRow(self._lane(context), run.index, run.rows_fed, count)
+
+    def _is_far_ahead(self, context: _Context) -> bool:
+        """Has the talker written all that the listener granted, and the look-ahead?"""
+        if context.credit is None:
+            return False
+        return context.samples + context.samples_ahead >= context.credit + self.limits.lookahead_samples
+
+    def _flow_row(self, context: _Context) -> FlowRow | None:
+        run = context.runs[0]
+        if not run.is_ready or run.is_solved or context.is_resting or context.is_blocked:
+            return None
+        if run.euler_steps == 0:
+            return self._new_hop(context, run)
+        if run.has_mel and run.euler_steps == EULER_STEPS - 1:
+            return None  # the mel of the hop before is still to be sounded
+        return FlowRow(self._lane(context), run.index, run.tokens, is_new_hop=False, is_final=run.is_final_hop)
+
+    def _new_hop(self, context: _Context, run: _Run) -> FlowRow | None:
+        lane = self._lane(context)
+        if not context.is_streaming:
+            return FlowRow(lane, run.index, run.tokens, is_new_hop=True, is_final=True) if run.is_talked else None
+        if not run.is_hop_due:
+            return None
+        upto = run.tokens if run.is_last_hop else run.tokens_solved + run.hop + LOOKAHEAD_TOKENS
+        return FlowRow(lane, run.index, upto, is_new_hop=True, is_final=run.is_last_hop)
+
+    def _hift_row(self, context: _Context) -> HiftRow | None:
+        run = context.runs[0]
+        if not run.has_mel or context.is_resting:
+            return None
+        return HiftRow(self._lane(context), run.index, run.is_mel_final)
+
+    def _lane(self, context: _Context) -> Lane:
+        assert context.lane is not None, "only seated contexts are planned"
+        return context.lane
+
+    def _expire(self, now: float) -> None:
+        limit = self.limits.waiting_s
+        while self._waiting and now - self._waiting[0].since_s > limit:
+            self._fail(self._waiting[0], QueueTimeout(f"no lane came free in {limit:g} s"))
+
+    # What the step did
+
+    def talked(self, row: TalkerRow, tokens: int, *, is_end: bool) -> None:
+        """The talker took a row's input; the clause has `tokens` kept tokens now."""
+        context, run = self._run(row.lane, row.clause)
+        if row.start == 0:
+            self._say(row.lane, ClauseTaken(context=context.key.context, epoch=context.key.epoch, index=run.index))
+        run.rows_fed = row.start + row.count
+        run.tokens, run.is_talked = tokens, is_end
+        if is_end and tokens == 0:
+            run.is_solved = run.is_sounded = True
+        if is_end:
+            self._settle(context)
+            self.unblock()  # the talker's pages are back
+
+    def solved(self, row: FlowRow, *, has_mel: bool) -> None:
+        """An Euler step is done; `has_mel` says that it was the hop's last."""
+        _, run = self._run(row.lane, row.clause)
+        if row.is_new_hop:
+            run.is_final_hop = row.is_final
+        run.euler_steps += 1
+        if not has_mel:
+            return
+        assert not run.has_mel, "a mel would be lost"
+        run.euler_steps = 0
+        run.has_mel, run.is_mel_final = True, run.is_final_hop
+        run.is_solved = run.is_final_hop
+        run.tokens_solved = run.tokens if run.is_final_hop else run.tokens_solved + run.hop
+        if run.is_solved:
+            self.unblock()
+
+    def sounded(self, row: HiftRow, pcm: bytes, now: float) -> None:
+        """Samples of a clause are ready to be sent."""
+        context, run = self._run(row.lane, row.clause)
+        run.has_mel = False
+        run.is_sounded = row.is_final
+        if pcm:
+            self._say(row.lane, Audio(context=context.key.context, epoch=context.key.epoch, pcm=pcm))
+            self._count_samples(context, len(pcm) // 4, now)
+        if row.is_final:
+            self._settle(context)
+
+    def blocked(self, lane: Lane) -> None:
+        """The row wasn't run: no pages are free for it."""
+        self._tenant(lane).is_blocked = True
+
+    def failed(self, lane: Lane, error: SpeechError) -> None:
+        """One lane's fault: its context ends, if it hasn't yet."""
+        if self.is_current(lane):
+            self._fail(self._tenant(lane), error)
+
+    def _count_samples(self, context: _Context, samples: int, now: float) -> None:
+        if context.first_audio_s is None:
+            context.first_audio_s = now
+        context.samples += samples
+        context.due_s = max(context.due_s, now) + samples / SAMPLE_RATE_HZ
+        context.served_s = now
+
+    def _settle(self, context: _Context) -> None:
+        """Report clauses that are through, and the context's end."""
+        key = context.key
+        while context.runs and context.runs[0].is_sounded:
+            run = context.runs.popleft()
+            context.tokens += run.tokens
+            self._say(key, ClauseDone(context=key.context, epoch=key.epoch, index=run.index, samples=context.samples))
+        self._prepare_ahead(context)
+        if context.is_ended and not context.runs and context.lane is not None:
+            self._drop(context)
+            stats = _stats(context)
+            self._say(key, Done(context=key.context, epoch=key.epoch, samples=context.samples, stats=stats))
+
+    def _fail(self, context: _Context, error: SpeechError) -> None:
+        self._drop(context)
+        self._say_failed(context.key, error)
+
+    def _say_failed(self, key: Key, error: SpeechError) -> None:
+        after_ms = RETRY_AFTER_MS if error.is_retryable else None
+        self._say(
+            key,
+            Failed(
+                context=key.context,
+                epoch=key.epoch,
+                code=error.code,
+                message=str(error),
+                retry=error.is_retryable,
+                after_ms=after_ms,
+            ),
+        )
+
+    def _say(self, whose: Key | Lane, message: ToGateway) -> None:
+        key = whose if isinstance(whose, Key) else self._tenant(whose).key
+        self.outgoing.append((key.link, message))
+
+    def _tenant(self, lane: Lane) -> _Context:
+        tenant = self._tenants[lane.index]
+        assert tenant is not None and self._lease[lane.index] == lane.lease, f"{lane} has no tenant"
+        return tenant
+
+    def _run(self, lane: Lane, clause: int) -> tuple[_Context, _Run]:
+        context = self._tenant(lane)
+        return context, context.runs[clause - context.runs[0].index]
+
+    # How full it is
+
+    @property
+    def num_contexts(self) -> int:
+        return len(self._contexts)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def lanes_used(self) -> int:
+        return self.limits.lanes - len(self._free)
+
+    def check_integrity(self) -> None:
+        """Each lane is free or has one tenant; each context holds one lane or waits."""
+        seated = list(self._seated())
+        assert len(seated) + len(self._free) == self.limits.lanes, "a lane is lost"
+        assert len(set(self._free)) == len(self._free), "a lane is free twice"
+        assert all(self._tenants[index] is None for index in self._free), "a free lane has a tenant"
+        assert {c.key for c in seated} | {c.key for c in self._waiting} == set(self._contexts), "a context is lost"
+        assert len(seated) + len(self._waiting) == len(self._contexts), "a context has two places"
+        assert not (self._waiting and self._free), "a context waits beside a free lane"
+
+
+def _first(rows: Iterable[Row | None], count: int) -> tuple[Row, ...]:
+    return tuple(islice((row for row in rows if row is not None), count))
+
+
+def _stats(context: _Context) -> dict[str, float]:
+    stats = {
+        "tokens": float(context.tokens),
+        "clauses": float(context.next_clause),
+        "audio_ms": 1e3 * context.samples / SAMPLE_RATE_HZ,
+    }
+    if context.first_audio_s is not None and context.first_clause_s is not None:
+        stats["first_audio_ms"] = 1e3 * (context.first_audio_s - context.first_clause_s)
+    return stats
