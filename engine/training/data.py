@@ -2,9 +2,10 @@
 
 A folder holds, each file complete the moment its name appears:
 
-``shard-00000.npz``   about ten minutes of utterances. ``wave`` int16 [samples] at 24 kHz, ``phones`` int16 [units] (teacher
-    symbol per 25 ms unit), ``f0`` float16 [2 * units] (Hz at 80 Hz, 0 where unvoiced), ``units`` int32 [utterances + 1]
-    (offsets; one unit is 600 samples, 2 F0 values), ``speaker`` int16 [utterances], ``text`` uint8 (JSON list).
+``shard-00000.npz``   about ten minutes of utterances. ``wave`` int16 [samples] at 24 kHz, ``phones`` int16 [units]
+    (teacher symbol per 25 ms unit), ``f0`` float16 [2 * units] (Hz at 80 Hz, 0 where unvoiced), ``units`` int32
+    [utterances + 1] (offsets; one unit is 600 samples, 2 F0 values), ``speaker`` int16 [utterances], ``text`` uint8
+    (JSON list).
 ``tokens-00000.npz``  the speech tokens of that shard: ``ids`` int16 [tokens] and ``offsets`` int32 [utterances + 1].
 ``speakers.npz``      ``vectors`` float32 [voices, 192], row = speaker label.
 ``prompts/NAME.wav``  the prompt utterance of a shipped voice, with ``NAME.txt`` beside it.
@@ -52,8 +53,8 @@ VOICES = (
 class Utterance:
     """One spoken sentence; arrays are views into the shard.
 
-    ``wave`` int16 [600 * units] at 24 kHz; ``phones`` int16 [units]; ``f0`` float16 [2 * units] Hz; ``tokens`` int16 [n],
-    or None until the shard is tokenised. ``n <= mel_frames // 2``: keep ``2 * n`` mel frames beside them.
+    ``wave`` int16 [600 * units] at 24 kHz; ``phones`` int16 [units]; ``f0`` float16 [2 * units] Hz; ``tokens`` int16
+    [n], or None until the shard is tokenised. ``n <= mel_frames // 2``: keep ``2 * n`` mel frames beside them.
     """
 
     wave: NDArray[np.int16]
