@@ -7,7 +7,7 @@ Source: CosyVoice3 reference, section 3. Parity: tests/engine/test_talker.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.cache import PagePool
+from engine.sampler import NUM_CONTROLS, Mask
 
-NUM_CONTROLS = 200  # ids after the last code: sos, eos, task, fill, and 196 that only ever mean "stop"
 PREFIX = "llm.model.model."
 PAGE_ROWS = 32
 
@@ -34,6 +34,40 @@ class SpecialIds:
     @classmethod
     def after(cls, num_codes: int) -> Self:
         return cls(num_codes, num_codes + 1, num_codes + 2, num_codes + 3)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How many codes an utterance of `num_text` text ids may have (prompt text not counted)."""
+
+    min_len: int
+    max_len: int
+
+    @classmethod
+    def of(cls, num_text: int, *, shortest: float = 2.0, longest: float = 20.0) -> Self:
+        return cls(int(shortest * num_text), int(longest * num_text))
+
+    def mask(self, step: int, *, reference_exact: bool = False) -> Mask:
+        """For the draw of code number `step`. The original masks sos alone, so that its minimum length stops nothing."""
+        if step >= self.min_len:
+            return Mask.NOTHING
+        return Mask.SOS if reference_exact else Mask.CONTROLS
+
+    def is_over(self, step: int) -> bool:
+        return step >= self.max_len
+
+
+class SilentRunFilter:
+    """Of a run of silent ids only the first `limit` go on to the flow; the talker's own context keeps them all."""
+
+    def __init__(self, ids: Iterable[int], limit: int = 5) -> None:
+        self._ids = frozenset(ids)
+        self._limit = limit
+        self._run = 0
+
+    def keep(self, code: int) -> bool:
+        self._run = self._run + 1 if code in self._ids else 0
+        return self._run <= self._limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +207,14 @@ class Talker(nn.Module):
         words = self.text_rows(torch.cat([prompt_text, text]).long())
         return torch.cat([sos, words, task, self.speech_rows(prompt_speech.long())])
 
+    def rows(self, named: Sequence[tuple[str, int]]) -> Tensor:
+        """Rows named ("text" | "speech", id), in order -> [len, H]."""
+        device = self.speech_embedding.weight.device
+        ids = index([i for _, i in named], device)
+        is_text = index([kind == "text" for kind, _ in named], device)
+        words, sounds = self.text_rows(ids.where(is_text, 0)), self.speech_rows(ids.where(~is_text, 0))
+        return torch.where(is_text[:, None], words, sounds)
+
     def hidden(self, rows: Tensor, positions: Tensor | None = None) -> Tensor:
         """All positions at once, without a cache and with gradients: rows [B, L, H] -> normed [B, L, H].
 
@@ -193,8 +235,8 @@ class Talker(nn.Module):
     def extend(self, rows: Tensor, spans: Sequence[Span], store: TalkerStore) -> Tensor:
         """Appends each span's rows to its lane and gives the normed hidden of its last row.
 
-        rows [N, H], the spans' rows laid end to end; every span's pages must hold start + count rows, of which the first
-        `start` are written already. Prefill and decode may mix. Keys and values are written in place. -> [B, H]
+        rows [N, H], the spans' rows laid end to end; every span's pages must hold start + count rows, of which the
+        first `start` are written already. Prefill and decode may mix. Keys and values are written in place. -> [B, H]
         """
         turn = Turn.of(spans, rows, self._rotary)
         for layer, kv in zip(self.fused_layers(), store.layers, strict=True):
@@ -324,7 +366,7 @@ class Turn:
         return cls(slots, cos, sin, index([e - 1 for e in ends[1:]], device), decode, prefill)
 
 
-def index(values: list[int], device: torch.device) -> Tensor:
+def index(values: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor(values).to(device, non_blocking=True)
 
 
@@ -333,7 +375,7 @@ def positions_of(span: Span) -> range:
 
 
 def cache_rows(spans: Sequence[Span], device: torch.device) -> Tensor:
-    """[b, S] the cache row of every position; past a lane's end its own row 0, so that only finite rows of its own are read."""
+    """[b, S] the cache row of every position; past a lane's end its own row 0: only rows it has written are read."""
     longest = max(s.start + s.count for s in spans)
     num_pages = -(-longest // PAGE_ROWS)
     held = [(s.pages + s.pages[:1] * num_pages)[:num_pages] for s in spans]
@@ -356,8 +398,8 @@ def late_mask(span: Span, device: torch.device) -> Tensor | None:
 class FusedLayer:
     """One layer of the paged path: q, k, v as one matmul, gate and up as another, weights laid out [in, out].
 
-    That layout halves the time of a one-row product on the CPU (x86, MKL). The matrices are copies: `is_current` notices
-    when a parameter has been written (a load, an optimiser step) or moved since.
+    That layout halves the time of a one-row product on the CPU (x86, MKL). The matrices are copies: `is_current`
+    notices when a parameter has been written (a load, an optimiser step) or moved since.
     """
 
     def __init__(self, layer: Layer, shape: TalkerShape) -> None:
@@ -404,7 +446,7 @@ class FusedLayer:
         return out
 
     def decode(self, q: Tensor, rows: Tensor, mask: Tensor | None, keys: Tensor, values: Tensor) -> Tensor:
-        """q [b, Q, D]: the query heads that share a key head stand in as its query positions, so nothing is repeated."""
+        """q [b, Q, D] -> [b, Q D]. Query heads that share a key head stand in as its positions: nothing is repeated."""
         k, v = (gather(t, rows).to(q.dtype).transpose(1, 2) for t in (keys, values))  # [b, G, S, D]
         out = F.scaled_dot_product_attention(q.unflatten(1, (self.num_kv, -1)), k, v, attn_mask=mask)
         return out.flatten(1)

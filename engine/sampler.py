@@ -1,0 +1,262 @@
+"""The next speech id of every lane at once: repetition-aware (RAS) or standard sampling, drawn without a generator.
+
+A draw is a function of (seed, clause, step, draw, id) alone, used Gumbel-max fashion, so a lane sounds the same whoever
+else is served and a cancel shifts nobody's draws. Uniforms come from integer arithmetic and are equal on CPU and CUDA.
+
+Letters: B lanes, V speech ids (codes, then control ids), K candidates, C control ids, W window.
+Source: CosyVoice3 reference, sections 3.4 and 3.5. Parity: tests/engine/test_sampler.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+NUM_CONTROLS = 200  # ids after the last code: sos, eos, task, fill, and 196 that only ever mean "stop"
+SOS, FILL = 0, 3  # places among the control ids
+WORD = 1 << 64
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a lane draws. "ras" uses temperature, top_p, top_k, window and tau; "standard" all but the last two.
+
+    temperature 0 takes the best id; top_k 0 and top_p 1 cut nothing; repetition_penalty > 1 lowers ids already generated.
+    """
+
+    mode: Literal["ras", "standard"] = "ras"
+    temperature: float = 1.0
+    top_p: float = 0.8
+    top_k: int = 25
+    repetition_penalty: float = 1.0
+    window: int = 10
+    tau: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("ras", "standard"):
+            raise ValueError(f"sampling mode {self.mode!r} is neither 'ras' nor 'standard'")
+        bounds = {"temperature": (0, 5), "top_p": (0, 1), "top_k": (0, 6761), "repetition_penalty": (0.1, 10)}
+        bounds |= {"window": (0, 1000), "tau": (0, 1)}
+        for name, (low, high) in bounds.items():
+            if not low <= getattr(self, name) <= high:
+                raise ValueError(f"{name} {getattr(self, name)} is outside {low}..{high}")
+
+
+class Mask(IntEnum):
+    """Which control ids a draw may not give."""
+
+    NOTHING = 0
+    SOS = 1  # what the original masks below its minimum length, to no effect
+    CONTROLS = 2  # below the minimum length
+    ALL_BUT_FILL = 3  # text streaming, before the text has ended
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One lane's part in a call. `history`: ids generated in this clause so far, prompt not included, oldest first."""
+
+    sampling: Sampling
+    history: Sequence[int]
+    seed: int
+    clause: int
+    step: int
+    mask: Mask = Mask.NOTHING
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Draws:
+    """ids [B]; is_faulty [B] where the logits held a NaN, +inf or nothing finite (such a lane's id means nothing)."""
+
+    ids: Tensor
+    is_faulty: Tensor
+
+    def fetch(self) -> list[int | None]:
+        """The ids on the host, None for a faulty lane; one transfer for all lanes."""
+        return [None if i < 0 else i for i in torch.where(self.is_faulty, -1, self.ids).tolist()]
+
+
+def sample(logits: Tensor, draws: Sequence[Draw]) -> Draws:
+    """logits [B, V] -> one id per lane. No wait for the device inside; nothing crosses from lane to lane."""
+    lanes = Lanes.of(draws, logits.device)
+    scores, is_faulty = masked(logits, lanes)
+    scores = penalised(scores, lanes) / lanes.temperature
+    first = candidates(scores, lanes)
+    ids = pick(first.logp, first.ids, lanes.keys[:, 0:1])
+    redraw = lanes.is_ras & triggers(ids[:, None], lanes)[:, 0]
+    # On the CPU the look costs nothing and spares a pass over the vocabulary; on CUDA it would be a wait for the device.
+    if logits.is_cuda or bool(redraw.any()):
+        rest = scores.scatter(1, ids[:, None], -torch.inf)
+        second = pick(rest, torch.arange(scores.shape[1], device=scores.device), lanes.keys[:, 1:2])
+        ids = torch.where(redraw & (rest.amax(1) > -torch.inf), second, ids)
+    return Draws(ids, is_faulty)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lanes:
+    """The lanes' settings as tensors [B, 1] (is_ras [B]), so that no step of the maths loops over lanes."""
+
+    temperature: Tensor
+    top_p: Tensor
+    penalty: Tensor
+    top_k: Tensor
+    threshold: Tensor  # occurrences within the window that make the rule strike
+    mask: Tensor  # Mask
+    is_ras: Tensor
+    keys: Tensor  # [B, 2] int64, hashed (seed, clause, step, draw) for draws 0 and 1
+    window: Tensor  # [B, W] the last ids, -1 where there are none
+    seen: Tensor | None  # [B, ...] ids under the penalty, -1 where there are none; None if no lane asks for one
+    most: int  # the largest top_k
+    has_standard: bool
+
+    @classmethod
+    def of(cls, draws: Sequence[Draw], device: torch.device) -> Lanes:
+        modes = [d.sampling for d in draws]
+        # Temperature 0 is top_k 1 at temperature 1.
+        reals = [[s.temperature or 1.0, s.top_p, s.repetition_penalty if is_penal(s) else 1.0] for s in modes]
+        most = [(s.top_k or 1 << 30) if s.temperature else 1 for s in modes]
+        strikes = [math.ceil(s.window * s.tau) for s in modes]
+        whole = [[k, t, d.mask, s.mode == "ras"] for k, t, d, s in zip(most, strikes, draws, modes, strict=True)]
+        temperature, top_p, penalty = torch.tensor(reals).to(device).split(1, 1)
+        top_k, threshold, mask, is_ras = torch.tensor(whole).to(device).split(1, 1)
+        keys = [[key(d.seed, d.clause, d.step, n) for n in (0, 1)] for d in draws]
+        tails = [d.history[-s.window :] if s.window else () for d, s in zip(draws, modes, strict=True)]
+        seen = [d.history if is_penal(s) else () for d, s in zip(draws, modes, strict=True)]
+        return cls(
+            temperature, top_p, penalty, top_k, threshold, mask, is_ras[:, 0] > 0,
+            torch.tensor(keys).to(device), padded(tails, device), padded(seen, device) if any(seen) else None,
+            max(most), any(s.mode == "standard" for s in modes),
+        )  # fmt: skip
+
+
+def is_penal(sampling: Sampling) -> bool:
+    return sampling.mode == "standard" and sampling.repetition_penalty != 1.0
+
+
+def padded(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    width = max(1, max(map(len, rows)))
+    return torch.tensor([[*row, *[-1] * (width - len(row))] for row in rows]).to(device)
+
+
+def masked(logits: Tensor, lanes: Lanes) -> tuple[Tensor, Tensor]:
+    """float32 (float64 kept) logits with masked control ids at -inf, and [B] whether a lane has nothing to draw from."""
+    scores = logits if logits.dtype == torch.float64 else logits.float()
+    place = torch.arange(scores.shape[1], device=scores.device) - (scores.shape[1] - NUM_CONTROLS)
+    is_cut = (lanes.mask == Mask.SOS) & (place == SOS) | (lanes.mask == Mask.CONTROLS) & (place >= 0)
+    is_cut = is_cut | (lanes.mask == Mask.ALL_BUT_FILL) & (place >= 0) & (place != FILL)
+    is_faulty = ~scores.amax(1).isfinite()  # amax hands a NaN on
+    scores = scores.masked_fill(is_cut, -torch.inf)
+    is_faulty = is_faulty | ~scores.amax(1).isfinite()
+    return scores.masked_fill(is_faulty[:, None], 0.0), is_faulty
+
+
+def penalised(scores: Tensor, lanes: Lanes) -> Tensor:
+    """The repetition penalty over codes already generated; control ids keep their logits."""
+    if lanes.seen is None:
+        return scores
+    num_codes = scores.shape[1] - NUM_CONTROLS
+    is_code = (lanes.seen >= 0) & (lanes.seen < num_codes)
+    seen = lanes.seen.where(is_code, num_codes)  # everything else lands on a column that is left as it was
+    old = scores.gather(1, seen)
+    new = torch.where(old > 0, old / lanes.penalty, old * lanes.penalty)
+    return scores.scatter(1, seen, new.where(is_code, old))
+
+
+class Candidates(NamedTuple):
+    ids: Tensor  # [B, K] best first (then, for standard lanes, the control ids)
+    logp: Tensor  # [B, K] log of unnormalised probability, -inf where cut away
+
+
+def candidates(scores: Tensor, lanes: Lanes) -> Candidates:
+    """The nucleus: ids from the top while what was taken sums to less than top_p and numbers less than top_k.
+
+    Equal scores: the lower id first. RAS sums over the whole vocabulary's softmax, "standard" over the top_k's, as
+    top-p after top-k does elsewhere; a standard lane's control ids stay candidates whatever the cuts.
+    """
+    ids, logp = best(scores, min(lanes.most, scores.shape[1]))
+    rank = torch.arange(ids.shape[1], device=ids.device)
+    is_top = rank < lanes.top_k
+    all_ids, top_ids = scores.logsumexp(1, True), logp.where(is_top, -torch.inf).logsumexp(1, True)
+    whole = torch.where(lanes.is_ras[:, None], all_ids, top_ids)
+    p = (logp - whole).exp()
+    before = torch.cat([torch.zeros_like(p[:, :1]), p.cumsum(1)[:, :-1]], 1)
+    is_kept = is_top & ((before < lanes.top_p) | (rank == 0))
+    logp = logp.where(is_kept, -torch.inf)
+    return with_controls(scores, lanes, ids, logp) if lanes.has_standard else Candidates(ids, logp)
+
+
+def best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Ids and scores [B, count], best first, the lower id first among equals (plain topk leaves that open)."""
+    if count > 256 or scores.shape[1] > 8192:
+        logp, ids = scores.sort(1, descending=True, stable=True)
+        return ids[:, :count], logp[:, :count]
+    bits = scores.float().contiguous().view(torch.int32).long()
+    order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # as integers, float32 sorts by its bits once negatives flip
+    ranked = order * 8192 + (8191 - torch.arange(scores.shape[1], device=scores.device))
+    ids = 8191 - (ranked.topk(count, 1).values & 8191)
+    return ids, scores.gather(1, ids)
+
+
+def with_controls(scores: Tensor, lanes: Lanes, ids: Tensor, logp: Tensor) -> Candidates:
+    """For standard lanes that draw at all (top_k > 1) the control ids join the candidates, each once."""
+    num_codes = scores.shape[1] - NUM_CONTROLS
+    joins = (~lanes.is_ras)[:, None] & (lanes.top_k > 1)
+    logp = logp.masked_fill(joins & (ids >= num_codes), -torch.inf)
+    controls = torch.arange(num_codes, scores.shape[1], device=ids.device).expand(len(ids), -1)
+    return Candidates(
+        torch.cat([ids, controls], 1), torch.cat([logp, scores[:, num_codes:].where(joins, -torch.inf)], 1)
+    )
+
+
+def triggers(ids: Tensor, lanes: Lanes) -> Tensor:
+    """Whether drawing each of ids [B, K] would strike the repetition rule, [B, K]."""
+    return (lanes.window[:, None, :] == ids[:, :, None]).sum(-1) >= lanes.threshold
+
+
+def pick(logp: Tensor, ids: Tensor, keys: Tensor) -> Tensor:
+    """One of ids [B, K] or [K] per lane, in proportion to exp(logp [B, K]); keys [B, 1]. -> [B]"""
+    gumbel = -torch.log(-torch.log(uniform(keys, ids)))
+    best_place = (logp + gumbel).argmax(1, keepdim=True)
+    return ids.expand(len(logp), -1).gather(1, best_place)[:, 0]
+
+
+def uniform(keys: Tensor, ids: Tensor) -> Tensor:
+    """float32 in (0, 1) for each key and id, on a grid of 2^-23 offset by half: exact, so equal on every device."""
+    bits = shifted(mixed(keys + ids * GOLDEN), 41)
+    return (bits.float() + 0.5) * 2.0**-23
+
+
+def signed(word: int) -> int:
+    return (word + (WORD >> 1)) % WORD - (WORD >> 1)
+
+
+GOLDEN = signed(0x9E3779B97F4A7C15)
+MIX_1, MIX_2 = signed(0xBF58476D1CE4E5B9), signed(0x94D049BB133111EB)
+
+
+def shifted(x: Tensor, count: int) -> Tensor:
+    """Logical right shift of int64."""
+    return (x >> count) & ((1 << (64 - count)) - 1)
+
+
+def mixed(x: Tensor) -> Tensor:
+    """The finaliser of splitmix64 on int64, whose products wrap."""
+    x = (x ^ shifted(x, 30)) * MIX_1
+    x = (x ^ shifted(x, 27)) * MIX_2
+    return x ^ shifted(x, 31)
+
+
+def key(*words: int) -> int:
+    """(seed, clause, step, draw) -> a signed 64-bit key: each word is mixed into what came before it."""
+    state = 0
+    for word in words:
+        state = (state ^ word) + 0x9E3779B97F4A7C15 & WORD - 1
+        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & WORD - 1
+        state = (state ^ state >> 27) * 0x94D049BB133111EB & WORD - 1
+        state ^= state >> 31
+    return signed(state)
