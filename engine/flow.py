@@ -88,7 +88,7 @@ class FlowShape:
         )
 
 
-# --- the network -----------------------------------------------------------------------------------------------------
+# --- the network ---
 
 
 class PreLookahead(nn.Module):
@@ -252,7 +252,7 @@ def dense_attend(mask: Tensor | None) -> Attend:
     return attend
 
 
-# --- what a row owns ---------------------------------------------------------------------------------------------------
+# --- what a row owns ---
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -614,7 +614,9 @@ class Flow(nn.Module):
         assert row.staged is not None and row.steps_done < self.shape.steps, "step() takes rows under solution"
         chunk, staged = self.shape.chunk_frames, row.staged
         return [
-            Unit(place, row.steps_done, at, min(chunk, staged.end - at), row.pages[: at // chunk + 1], at == staged.start)
+            Unit(
+                place, row.steps_done, at, min(chunk, staged.end - at), row.pages[: at // chunk + 1], at == staged.start
+            )
             for at in range(staged.start, staged.end, chunk)
         ]
 
