@@ -1,7 +1,7 @@
 """Who runs in this step. Plain Python: no tensor, no clock of its own, no thread.
 
 A context waits for a lane, holds it until its one terminal message, and gives it back. Its clauses are spoken in
-order; each goes through three stages, and a stage's state is a few counts:
+order; each part of one goes through three stages, and a stage's state is a few counts:
 
     talker  rows fed .. prefill, then one token a step until the stop token or the limit
     flow    tokens solved -> hop staged -> ten Euler steps -> mel
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple, TypeVar
@@ -108,9 +108,16 @@ class Lane:
     lease: int
 
 
+class Part(NamedTuple):
+    """A clause is synthesised in one or more parts, each on its own; most have one."""
+
+    clause: int
+    number: int
+
+
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """What the scheduler must know of a prepared clause. prefill_rows 0: nothing to say."""
+    """What the scheduler must know of a part."""
 
     prefill_rows: int
     prompt_tokens: int
@@ -121,13 +128,10 @@ class Lengths:
         return HOP_TOKENS - self.prompt_tokens % HOP_TOKENS
 
 
-NOTHING_TO_SAY = Lengths(prefill_rows=0, prompt_tokens=0)
-
-
 @dataclass(frozen=True, slots=True)
 class TalkerRow:
     lane: Lane
-    clause: int
+    part: Part
     start: int  # rows fed before
     count: int  # rows of this step: part of the prefill, or 1
 
@@ -137,8 +141,8 @@ class FlowRow:
     """One Euler step; with `is_new_hop` the tokens up to `upto` are staged first."""
 
     lane: Lane
-    clause: int
-    upto: int  # the hop may see the clause's tokens 0..upto
+    part: Part
+    upto: int  # the hop may see the part's tokens 0..upto
     is_new_hop: bool
     is_final: bool
 
@@ -146,7 +150,7 @@ class FlowRow:
 @dataclass(frozen=True, slots=True)
 class HiftRow:
     lane: Lane
-    clause: int
+    part: Part
     is_final: bool
 
 
@@ -169,17 +173,18 @@ class Preparation:
 
     lane: Lane
     opened: Open
-    index: int
+    clause: int
     text: str
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Run:
-    """A clause on its way."""
+    """One part of a clause on its way. Before its text work a clause is one run."""
 
-    index: int
-    text: str
+    part: Part
+    text: str = ""
     lengths: Lengths | None = None  # None: the text work isn't done
+    is_last_part: bool = True
     is_preparing: bool = False
     rows_fed: int = 0
     tokens: int = 0  # kept by the silent-run filter
@@ -211,7 +216,7 @@ class _Run:
         return self.tokens < self.tokens_solved + self.hop + LOOKAHEAD_TOKENS
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Context:
     """One context from its acceptance to its terminal message."""
 
@@ -347,7 +352,7 @@ class Scheduler:
         if context.first_clause_s is None:
             context.first_clause_s = now
         context.next_clause += 1
-        context.runs.append(_Run(message.index, message.text))
+        context.runs.append(_Run(Part(message.index, 0), message.text))
         self._prepare_ahead(context)
 
     # Lanes
@@ -398,16 +403,20 @@ class Scheduler:
         for run in list(context.runs)[: self.limits.prepared_clauses]:
             if not run.is_preparing:
                 run.is_preparing = True
-                self.preparations.append(Preparation(context.lane, context.opened, run.index, run.text))
+                self.preparations.append(Preparation(context.lane, context.opened, run.part.clause, run.text))
                 run.text = ""
 
-    def prepared(self, lane: Lane, clause: int, lengths: Lengths) -> bool:
-        """The text work is done. False: its context has ended, the result has no owner."""
+    def prepared(self, lane: Lane, clause: int, parts: Sequence[Lengths]) -> bool:
+        """The text work is done; no parts: there is nothing to say. False: the context has ended meanwhile."""
         if not self.is_current(lane):
             return False
-        context, run = self._run(lane, clause)
-        run.lengths = lengths
-        if lengths.prefill_rows == 0:
+        context, run = self._run(lane, Part(clause, 0))
+        if parts:
+            place = context.runs.index(run)
+            del context.runs[place]
+            for number, lengths in reversed(list(enumerate(parts))):
+                context.runs.insert(place, _Run(Part(clause, number), "", lengths, number + 1 == len(parts), True))
+        else:
             self._say(lane, ClauseTaken(context=context.key.context, epoch=context.key.epoch, index=clause))
             run.is_talked = run.is_solved = run.is_sounded = True
         self._settle(context)
@@ -424,6 +433,7 @@ class Scheduler:
         if plan.is_empty and (stuck := [c for c in urgent if c.is_blocked]):
             # Nobody can run and somebody lacks pages: waiting would never end. The least urgent gives way.
             self._fail(stuck[-1], Overloaded("no cache pages are free"))
+            return self.plan(now)
         return plan
 
     def _deadline_s(self, context: _Context) -> tuple[float, float]:
@@ -452,7 +462,7 @@ class Scheduler:
             return None
         left = run.lengths.prefill_rows - run.rows_fed
         count = min(left, self.limits.prefill_rows) if left > 0 else 1
-        return TalkerRow(self._lane(context), run.index, run.rows_fed, count)
+        return TalkerRow(self._lane(context), run.part, run.rows_fed, count)
 
     def _is_far_ahead(self, context: _Context) -> bool:
         """Has the talker written all that the listener granted, and the look-ahead?"""
@@ -468,22 +478,22 @@ class Scheduler:
             return self._new_hop(context, run)
         if run.has_mel and run.euler_steps == EULER_STEPS - 1:
             return None  # the mel of the hop before is still to be sounded
-        return FlowRow(self._lane(context), run.index, run.tokens, is_new_hop=False, is_final=run.is_final_hop)
+        return FlowRow(self._lane(context), run.part, run.tokens, is_new_hop=False, is_final=run.is_final_hop)
 
     def _new_hop(self, context: _Context, run: _Run) -> FlowRow | None:
         lane = self._lane(context)
         if not context.is_streaming:
-            return FlowRow(lane, run.index, run.tokens, is_new_hop=True, is_final=True) if run.is_talked else None
+            return FlowRow(lane, run.part, run.tokens, is_new_hop=True, is_final=True) if run.is_talked else None
         if not run.is_hop_due:
             return None
         upto = run.tokens if run.is_last_hop else run.tokens_solved + run.hop + LOOKAHEAD_TOKENS
-        return FlowRow(lane, run.index, upto, is_new_hop=True, is_final=run.is_last_hop)
+        return FlowRow(lane, run.part, upto, is_new_hop=True, is_final=run.is_last_hop)
 
     def _hift_row(self, context: _Context) -> HiftRow | None:
         run = context.runs[0]
         if not run.has_mel or context.is_resting:
             return None
-        return HiftRow(self._lane(context), run.index, run.is_mel_final)
+        return HiftRow(self._lane(context), run.part, run.is_mel_final)
 
     def _lane(self, context: _Context) -> Lane:
         assert context.lane is not None, "only seated contexts are planned"
@@ -497,10 +507,12 @@ class Scheduler:
     # What the step did
 
     def talked(self, row: TalkerRow, tokens: int, *, is_end: bool) -> None:
-        """The talker took a row's input; the clause has `tokens` kept tokens now."""
-        context, run = self._run(row.lane, row.clause)
-        if row.start == 0:
-            self._say(row.lane, ClauseTaken(context=context.key.context, epoch=context.key.epoch, index=run.index))
+        """The talker took a row's input; the part has `tokens` kept tokens now."""
+        context, run = self._run(row.lane, row.part)
+        if row.start == 0 and row.part.number == 0:
+            self._say(
+                row.lane, ClauseTaken(context=context.key.context, epoch=context.key.epoch, index=row.part.clause)
+            )
         run.rows_fed = row.start + row.count
         run.tokens, run.is_talked = tokens, is_end
         if is_end and tokens == 0:
@@ -511,7 +523,7 @@ class Scheduler:
 
     def solved(self, row: FlowRow, *, has_mel: bool) -> None:
         """An Euler step is done; `has_mel` says that it was the hop's last."""
-        _, run = self._run(row.lane, row.clause)
+        _, run = self._run(row.lane, row.part)
         if row.is_new_hop:
             run.is_final_hop = row.is_final
         run.euler_steps += 1
@@ -527,7 +539,7 @@ class Scheduler:
 
     def sounded(self, row: HiftRow, pcm: bytes, now: float) -> None:
         """Samples of a clause are ready to be sent."""
-        context, run = self._run(row.lane, row.clause)
+        context, run = self._run(row.lane, row.part)
         run.has_mel = False
         run.is_sounded = row.is_final
         if pcm:
@@ -558,7 +570,9 @@ class Scheduler:
         while context.runs and context.runs[0].is_sounded:
             run = context.runs.popleft()
             context.tokens += run.tokens
-            self._say(key, ClauseDone(context=key.context, epoch=key.epoch, index=run.index, samples=context.samples))
+            if run.is_last_part:
+                done = ClauseDone(context=key.context, epoch=key.epoch, index=run.part.clause, samples=context.samples)
+                self._say(key, done)
         self._prepare_ahead(context)
         if context.is_ended and not context.runs and context.lane is not None:
             self._drop(context)
@@ -592,9 +606,9 @@ class Scheduler:
         assert tenant is not None and self._lease[lane.index] == lane.lease, f"{lane} has no tenant"
         return tenant
 
-    def _run(self, lane: Lane, clause: int) -> tuple[_Context, _Run]:
+    def _run(self, lane: Lane, part: Part) -> tuple[_Context, _Run]:
         context = self._tenant(lane)
-        return context, context.runs[clause - context.runs[0].index]
+        return context, next(run for run in context.runs if run.part == part)
 
     # How full it is
 
