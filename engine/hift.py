@@ -411,9 +411,10 @@ class Hift(nn.Module):
         spectra = self.spectra(samples)[:, :, : frames * SPECTRA_PER_FRAME + 1]
         coded = self._decode_spectra(x, F.pad(spectra, (SPECTRUM_HISTORY, 0)), NoPast(), is_first=True)
         pieces = self._windowed(coded)
-        wave = overlap_add(pieces) / overlap_add((self.window**2).expand(1, pieces.shape[1], FFT))
         kept = FRAME_SAMPLES * (frames if finalize else frames - 1)
-        return wave[:, FFT // 2 : FFT // 2 + kept].clamp(-AUDIO_LIMIT, AUDIO_LIMIT)
+        inner = slice(FFT // 2, FFT // 2 + kept)  # cut before the division: the first sample's envelope is 0
+        envelope = overlap_add((self.window**2).expand(1, pieces.shape[1], FFT))[:, inner]
+        return (overlap_add(pieces)[:, inner] / envelope).clamp(-AUDIO_LIMIT, AUDIO_LIMIT)
 
     def offline(self, mel: Tensor, finalize: bool = True) -> Tensor:
         """mel [B, 80, M] -> wave [B, 480 M], or [B, 480 (M-8)] unless finalize (M >= 8). Raises NoiseTooShort."""

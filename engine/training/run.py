@@ -1,0 +1,290 @@
+"""Make the whole voice in one go on one GPU: data, both encoders, and the three models side by side.
+
+    python -m engine.training.run --minutes 22 --data /tmp/data                     starts a daemon and returns
+    python -m engine.training.run --watch 500 --data /tmp/data --out $OUT           waits, prints a table, copies what there is
+
+A job starts when the files it needs are there, and once more if it fails. All of them end by one absolute deadline.
+"""
+
+import argparse
+import io
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from engine.training.data import Shards
+from engine.training.pace import logger
+
+ARTEFACTS = ("llm.safetensors", "flow.safetensors", "hift.safetensors", "speech_tokenizer_v3.onnx", "campplus.onnx")
+FILE_LIMIT = 15_500_000
+GRACE_S = 25.0
+TRIES = 2
+
+
+@dataclass
+class Job:
+    """One process: what it runs, when it may start, and how it went."""
+
+    name: str
+    command: list[str]
+    is_ready: Callable[[], bool]
+    tries: int = 0
+    process: subprocess.Popen[bytes] | None = None
+    result: int | None = None
+    quiet: int = 0  # niceness
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_over(self) -> bool:
+        return self.result is not None and (self.result == 0 or self.tries >= TRIES)
+
+    @property
+    def is_running(self) -> bool:
+        return self.process is not None
+
+    def start(self, log: logging.Logger, folder: Path) -> None:
+        self.tries += 1
+        out = (folder / f"{self.name}.out").open("ab")
+        self.process = subprocess.Popen(
+            ["nice", "-n", str(self.quiet), *self.command], stdout=out, stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **self.environment}, start_new_session=True,
+        )  # fmt: skip
+        out.close()
+        log.info("start %s (try %d, pid %d)", self.name, self.tries, self.process.pid)
+
+    def poll(self, log: logging.Logger) -> None:
+        if self.process is None or (status := self.process.poll()) is None:
+            return
+        log.info("%s ended with %d", self.name, status)
+        self.process, self.result = None, status
+
+    def stop(self) -> None:
+        if self.process is not None:
+            os.killpg(self.process.pid, signal.SIGTERM)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Where, on what, from when to when; all times in seconds since the epoch."""
+
+    data: Path
+    device: str
+    is_toy: bool
+    start: float
+    deadline: float
+    workers: int
+
+    @property
+    def minutes(self) -> float:
+        return (self.deadline - self.start) / 60
+
+    def stage(self, module: str, *extra: str, until: float | None = None, since: float | None = None) -> list[str]:
+        command = [sys.executable, "-m", f"engine.training.{module}", "--data", str(self.data), "--device", self.device]
+        command += ["--deadline", f"{until or self.deadline:.1f}"]
+        if since is not None:
+            command += ["--start", f"{since:.1f}"]
+        return command + (["--toy"] if self.is_toy else []) + list(extra)
+
+
+def jobs_of(plan: Plan) -> list[Job]:
+    """All jobs in the order they are looked at."""
+    from engine.training.plan import jobs
+
+    return jobs(plan)
+
+
+def supervise(plan: Plan) -> None:
+    """Start, restart and stop the jobs until all are over or the deadline has passed."""
+    log = logger("run", plan.data)
+    folder = plan.data / "log"
+    (plan.data / "out").mkdir(parents=True, exist_ok=True)
+    jobs = jobs_of(plan)
+    log.info("plan of %.1f minutes, %d workers, %s", plan.minutes, plan.workers, plan.device)
+    while time.time() < plan.deadline + GRACE_S and not all(job.is_over for job in jobs):
+        for job in jobs:
+            job.poll(log)
+            if not job.is_running and not job.is_over and time.time() < plan.deadline - 5 and job.is_ready():
+                job.start(log, folder)
+        write_status(folder, plan, jobs)
+        time.sleep(0.5)
+        if time.time() > plan.deadline and not any(job.is_running for job in jobs):
+            break
+    for job in jobs:
+        job.stop()
+    write_status(folder, plan, jobs)
+    (folder / "done").write_text("done\n")
+    log.info("over")
+
+
+def write_status(folder: Path, plan: Plan, jobs: list[Job]) -> None:
+    rows = {job.name: {"tries": job.tries, "running": job.is_running, "result": job.result} for job in jobs}
+    part = folder / "status.part"
+    part.write_text(json.dumps({"start": plan.start, "deadline": plan.deadline, "jobs": rows}))
+    part.replace(folder / "status.json")
+
+
+# --- watching --------------------------------------------------------------------------------------------------------
+
+
+def watch(data: Path, out: Path, seconds: float, *, with_tokens: bool) -> None:
+    """Wait, print a compact table, and leave the artefacts in `out`."""
+    until = time.time() + seconds
+    while time.time() < until and not (data / "log" / "done").exists():
+        time.sleep(1.0)
+    print_table(data)
+    if str(out):
+        copy_artefacts(data, out, with_tokens=with_tokens)
+
+
+def print_table(data: Path) -> None:
+    status = json.loads((data / "log" / "status.json").read_text())
+    now = time.time()
+    print(f"t = {now - status['start']:.0f} s of {status['deadline'] - status['start']:.0f}; {hours_line(data)}")
+    for name, row in status["jobs"].items():
+        state = "running" if row["running"] else f"result {row['result']}"
+        print(f"== {name}: {state}, tries {row['tries']}")
+        for source in (f"{name}.log", f"{name}.out"):
+            lines = tail(data / "log" / source, 3)
+            if lines:
+                print("\n".join(f"   {line[:220]}" for line in lines))
+                break
+        if row["result"] not in (None, 0):
+            print("\n".join(f" ! {line[:220]}" for line in tail(data / "log" / f"{name}.out", 15)))
+    print(gpu_line())
+
+
+def tail(path: Path, count: int) -> list[str]:
+    if not path.exists():
+        return []
+    return path.read_text(errors="replace").splitlines()[-count:]
+
+
+def hours_line(data: Path) -> str:
+    num_shards = len(list(data.glob("shard-*.npz")))
+    num_tokens = len(list(data.glob("tokens-*.npz")))
+    return f"{num_shards} shards, {num_tokens} tokenised"
+
+
+def gpu_line() -> str:
+    if not shutil.which("nvidia-smi"):
+        return "no GPU tool here"
+    query = ["nvidia-smi", "--query-gpu=utilization.gpu,memory.used", "--format=csv,noheader"]
+    return "gpu: " + subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def copy_artefacts(data: Path, out: Path, *, with_tokens: bool) -> None:
+    """At most 8 files under 16 MiB: models, encoders, one archive of the small things, and the tokens if asked."""
+    out.mkdir(parents=True, exist_ok=True)
+    for name in ARTEFACTS:
+        if (data / "out" / name).exists():
+            shutil.copy(data / "out" / name, out / name)
+    with tarfile.open(out / "rest.tar.gz", "w:gz") as archive:
+        for name in ("CosyVoice-BlankEN", "prompts", "speakers.npz", "log"):
+            if (data / name).exists():
+                archive.add(data / name, arcname=name)
+        for path in sorted((data / "out").glob("*")):
+            if path.name not in ARTEFACTS and path.is_file() and path.suffix != ".part":
+                archive.add(path, arcname=f"out/{path.name}")
+        held = pack_held_out(data)
+        entry = tarfile.TarInfo("held_out.npz")
+        entry.size = len(held)
+        archive.addfile(entry, io.BytesIO(held))
+    if with_tokens:
+        (out / "tokens.npz").write_bytes(pack_tokens(data))
+    for path in sorted(out.iterdir()):
+        print(f"   {path.name} {path.stat().st_size / 2**20:.2f} MiB")
+
+
+def pack_held_out(data: Path, limit: int = 60) -> bytes:
+    """Some held-out utterances with waves and tokens, for copy synthesis elsewhere."""
+    shards = Shards(data)
+    chosen = [i for i in shards.held_out if shards.is_tokenised(i)][:limit]
+    return packed({
+        f"{kind}-{position}": value
+        for position, said in enumerate(shards.utterances(chosen))
+        for kind, value in (
+            ("wave", np.array(said.wave)),
+            ("tokens", np.array(said.tokens)),
+            ("text", np.frombuffer(said.text.encode(), np.uint8)),
+            ("speaker", np.array(said.speaker)),
+        )
+    })  # fmt: skip
+
+
+def pack_tokens(data: Path) -> bytes:
+    """Text, speaker and tokens of as many utterances as fit the file limit: enough to train a talker again elsewhere."""
+    shards = Shards(data)
+    chosen = [i for i in range(len(shards)) if shards.is_tokenised(i)]
+    for share in (1.0, 0.85, 0.7, 0.5, 0.3):
+        said = list(shards.utterances(chosen[: int(len(chosen) * share)]))
+        if not said:
+            return packed({})
+        content = packed({
+            "ids": np.concatenate([u.tokens for u in said if u.tokens is not None]),
+            "offsets": np.cumsum([0, *(len(u.tokens) for u in said if u.tokens is not None)]),
+            "speaker": np.array([u.speaker for u in said], np.int16),
+            "text": np.frombuffer("\n".join(u.text for u in said).encode(), np.uint8),
+        })  # fmt: skip
+        if len(content) <= FILE_LIMIT:
+            return content
+    return packed({})
+
+
+def packed(arrays: dict[str, np.ndarray]) -> bytes:
+    held = io.BytesIO()
+    np.savez_compressed(held, **arrays)
+    return held.getvalue()
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m engine.training.run", description=__doc__)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--minutes", type=float, default=22.0)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 2)
+    parser.add_argument("--toy", action="store_true")
+    parser.add_argument("--foreground", action="store_true", help="do not become a daemon")
+    parser.add_argument("--watch", type=float, help="wait this many seconds, report, copy")
+    parser.add_argument("--out", type=Path, default=Path())
+    parser.add_argument("--tokens", action="store_true", help="with --watch: copy text and tokens too")
+    given = parser.parse_args(arguments)
+    given.data.mkdir(parents=True, exist_ok=True)
+    if given.watch is not None:
+        watch(given.data, given.out, given.watch, with_tokens=given.tokens)
+        return
+    if not given.foreground:
+        detach(given.data)
+        return
+    now = time.time()
+    supervise(Plan(given.data, given.device, given.toy, now, now + 60 * given.minutes, given.workers))
+
+
+def detach(data: Path) -> None:
+    """Start this command again in a session of its own, and leave."""
+    folder = data / "log"
+    folder.mkdir(exist_ok=True)
+    (folder / "done").unlink(missing_ok=True)
+    with (folder / "daemon.out").open("ab") as out:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "engine.training.run", *sys.argv[1:], "--foreground"],
+            stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+    print(f"training started, pid {child.pid}, logs in {folder}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Text as the talker's ids, the way serving encodes it, and the same text broken into smaller pieces (BPE dropout)."""
+
+import wave as wavefile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.conditioning import _run, _session, resample, whisper_logmel
+from engine.frontend import END_OF_PROMPT, PROMPT_PREFIX, Tokenizer
+from engine.training.data import VOICES
+
+TOKENIZER_FOLDER = "CosyVoice-BlankEN"
+SPEECH_TOKENIZER = "speech_tokenizer_v3.onnx"
+BREAK = 0.1
+ENDERS = ".?!;:"
+
+
+class TextIds:
+    """The tokenizer of a data folder. `prefix` is what stands before every prompt text."""
+
+    def __init__(self, data: Path) -> None:
+        tokenizer = Tokenizer(data / TOKENIZER_FOLDER)
+        self.prefix = tokenizer.encode(PROMPT_PREFIX + END_OF_PROMPT, allow_controls=True)
+        self.vocabulary = -(-tokenizer.size // 8) * 8
+        self._tokenizer = tokenizer
+        self._plain = _copy(tokenizer)
+        self._broken = _copy(tokenizer)
+        self._broken.model.dropout = BREAK
+
+    def clean(self, texts: list[str]) -> list[list[int]]:
+        return _encode(self._plain, texts)
+
+    def broken(self, texts: list[str]) -> list[list[int]]:
+        return _encode(self._broken, texts)
+
+
+def _copy(tokenizer: Tokenizer) -> Any:
+    copy = type(tokenizer._plain).from_str(tokenizer._plain.to_str())
+    copy.encode_special_tokens = True
+    return copy
+
+
+def _encode(tokenizer: Any, texts: list[str]) -> list[list[int]]:
+    return [e.ids for e in tokenizer.encode_batch([ended(t) for t in texts], add_special_tokens=False)]
+
+
+def ended(text: str) -> str:
+    """Serving ends every segment with a sentence ender."""
+    text = text.strip()
+    return text if text[-1:] in ENDERS else text + "."
+
+
+def read_wave(path: Path) -> torch.Tensor:
+    """A mono 24 kHz 16-bit WAV -> float32 [1, S]."""
+    with wavefile.open(str(path), "rb") as file:
+        if (file.getnchannels(), file.getsampwidth(), file.getframerate()) != (1, 2, 24000):
+            raise ValueError(f"{path.name} is not mono 16-bit at 24000 Hz")
+        samples = np.frombuffer(file.readframes(file.getnframes()), "<i2")
+    return torch.from_numpy(samples.astype(np.float32) / 32768)[None]
+
+
+def speech_tokens(session: Any, wave: torch.Tensor) -> NDArray[np.int16]:
+    """Tokens of a 24 kHz wave [1, S] by the exported speech tokenizer, cut to whole pairs of mel frames."""
+    logmel = whisper_logmel(resample(wave, 24000, 16000))
+    ids = _run(session, logmel.numpy(), np.array([logmel.shape[2]], dtype=np.int32))
+    return ids.ravel().astype(np.int16)[: wave.shape[1] // 960]
+
+
+def shipped_prompts(data: Path) -> Iterator[tuple[int, str, str, NDArray[np.int16]]]:
+    """(speaker label, name, transcript, tokens) of every prompt of a shipped voice; nothing before the tokenizer is exported."""
+    model = data / "out" / SPEECH_TOKENIZER
+    if not model.exists():
+        return
+    session = _session(model, 2)
+    labels = {voice.name: label for label, voice in enumerate(VOICES)}
+    for path in sorted((data / "prompts").glob("*.wav")):
+        name = path.stem.split("-")[0]
+        if name in labels:
+            transcript = path.with_suffix(".txt").read_text(encoding="utf-8").strip()
+            yield labels[name], name, transcript, speech_tokens(session, read_wave(path))

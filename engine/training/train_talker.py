@@ -1,0 +1,360 @@
+"""Train the talker on text and speech tokens.
+
+Each sample is what serving feeds: `sos, prompt text, text, task, prompt speech`, then the speech to predict and `eos`. Most
+samples carry another utterance of the same speaker as their prompt; some carry the very prompt of a shipped voice; the rest
+have only the instruction prefix. Text streaming (the 5:15 interleave) is not trained in this version.
+
+B rows, L positions, M speech positions that count.
+"""
+
+import sys
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from engine.talker import Talker, TalkerShape
+from engine.training import text_ids
+from engine.training.data import Shards
+from engine.training.pace import (
+    SAVE_EVERY_S,
+    Ema,
+    Stage,
+    Ticker,
+    decayed,
+    optimiser,
+    resume,
+    run_stage,
+    save_half,
+    set_rate,
+    stage_from_arguments,
+)
+
+SMOOTHING = 0.03
+CORRUPTED = 0.12
+DROPOUT = 0.1
+SEGMENTS = 7
+LENGTHS = (96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 1024)
+PAIRED, FIXED = (
+    0.5,
+    0.3,
+)  # shares: a random prompt of the same speaker; the prompt that is served; else no speech prompt
+
+
+def shape_of(vocabulary: int) -> TalkerShape:
+    """Size M of the study."""
+    return TalkerShape(hidden=256, intermediate=768, layers=6, heads=4, kv_heads=2, head_dim=64, text_vocab=vocabulary)
+
+
+def initialise(talker: Talker) -> None:
+    """Small normal weights; what writes to the residual stream is smaller still."""
+    for name, p in talker.named_parameters():
+        if p.dim() < 2:
+            continue
+        writes = name.endswith(("o_proj.weight", "down_proj.weight"))
+        nn.init.normal_(p, std=0.02 / (2 * talker.shape.layers) ** 0.5 if writes else 0.02)
+    talker.llm_decoder.weight = talker.speech_embedding.weight  # tied: one tensor under both official names
+
+
+def drop_out(talker: Talker) -> None:
+    """Dropout on what each half layer adds, by hooks: the engine's layers have none."""
+
+    def hook(module: nn.Module, _inputs: object, out: Tensor) -> Tensor:
+        return F.dropout(out, DROPOUT, training=module.training)
+
+    for layer in talker.decoder.layers:
+        layer.self_attn.o_proj.register_forward_hook(hook)
+        layer.mlp.down_proj.register_forward_hook(hook)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """starts, lengths [B, 7]: the segments of each row in the pool; paid [B]: how many segments the loss skips."""
+
+    starts: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    free_prompt: NDArray[np.bool_]
+    width: int
+
+
+class Pool:
+    """All ids in one device array; text ids lie above the speech vocabulary. Grows as shards are tokenised."""
+
+    def __init__(self, texts: text_ids.TextIds, speech_vocab: int, device: torch.device) -> None:
+        self.texts, self.offset, self.device = texts, speech_vocab, device
+        special = [speech_vocab - 200, speech_vocab - 198, speech_vocab - 199]  # sos, task, eos
+        self._parts: list[NDArray[np.int64]] = [np.array(special), np.array(texts.prefix) + speech_vocab]
+        self._size = 3 + len(texts.prefix)
+        self.prefix = (3, len(texts.prefix))
+        self.speech: list[tuple[int, int]] = []
+        self.clean: list[tuple[int, int]] = []
+        self.broken: list[list[tuple[int, int]]] = []
+        self.speaker: list[int] = []
+        self.fixed: dict[int, list[tuple[tuple[int, int], tuple[int, int]]]] = {}
+        self._taken: set[int] = set()
+        self.ids = torch.zeros(0)
+        self._arrays()
+
+    def _put(self, ids: NDArray[np.int64]) -> tuple[int, int]:
+        self._parts.append(ids)
+        self._size += len(ids)
+        return self._size - len(ids), len(ids)
+
+    def fix_prompt(self, speaker: int, transcript: str, tokens: NDArray[np.int16]) -> None:
+        """Add the prompt of a shipped voice: the text as served, and its speech."""
+        text = self._put(np.array(self.texts.clean([transcript])[0]) + self.offset)
+        self.fixed.setdefault(speaker, []).append((text, self._put(tokens.astype(np.int64))))
+
+    def take(self, shards: Shards) -> int:
+        """Add the utterances tokenised since; returns how many."""
+        fresh = [i for i in shards.train if i not in self._taken and shards.is_tokenised(i)]
+        self._taken.update(fresh)
+        said = [u for u in shards.utterances(fresh) if u.tokens is not None and len(u.tokens) >= 5]
+        if not said:
+            return 0
+        clean = self.texts.clean([u.text for u in said])
+        broken = [self.texts.broken([u.text for u in said]) for _ in range(3)]
+        for row, u in enumerate(said):
+            assert u.tokens is not None, "filtered above"
+            self.clean.append(self._put(np.array(clean[row]) + self.offset))
+            self.broken.append([self._put(np.array(version[row]) + self.offset) for version in broken])
+            self.speech.append(self._put(np.array(u.tokens, np.int64)))
+            self.speaker.append(u.speaker)
+        self._arrays()
+        return len(said)
+
+    def _arrays(self) -> None:
+        joined = np.concatenate(self._parts)
+        self._parts = [joined]
+        self.ids = torch.from_numpy(joined).to(self.device)
+        self._clean = np.array(self.clean, np.int64).reshape(-1, 2)
+        self._texts = np.concatenate([self._clean[:, None], np.array(self.broken, np.int64).reshape(-1, 3, 2)], 1)
+        self._speech = np.array(self.speech, np.int64).reshape(-1, 2)
+        self._speaker = np.array(self.speaker, np.int64)
+
+    def epoch(self, rng: np.random.Generator, tokens_a_batch: int) -> list[Batch]:
+        """Every utterance once as a target, in batches of about `tokens_a_batch` positions of like length."""
+        count = len(self._speech)
+        targets = rng.permutation(count)
+        segments = np.zeros((count, SEGMENTS, 2), np.int64)
+        segments[:, 0] = (0, 1)
+        segments[:, 1] = self.prefix
+        version = np.where(rng.random(count) < 0.5, 0, rng.integers(1, 4, count))
+        segments[:, 3] = self._texts[targets, version]
+        segments[:, 4] = (1, 1)
+        segments[:, 6] = self._speech[targets]
+        form = rng.random(count)
+        free = self._pair(segments, targets, form < PAIRED, rng)
+        free &= ~self._fix(segments, targets, (form >= PAIRED) & (form < PAIRED + FIXED), rng)
+        total = segments[:, :, 1].sum(1) + 1
+        return self._batches(segments, free, total, rng, tokens_a_batch)
+
+    def _pair(self, segments: NDArray[np.int64], targets: NDArray[np.int64], chosen: NDArray[np.bool_],
+              rng: np.random.Generator) -> NDArray[np.bool_]:  # fmt: skip
+        """Give the chosen rows a random prompt of 1.2 to 8 s of their speaker; returns the rows that got one."""
+        lengths = self._speech[:, 1]
+        for speaker in np.unique(self._speaker):
+            able = np.flatnonzero((self._speaker == speaker) & (lengths >= 30) & (lengths <= 200))
+            rows = np.flatnonzero(chosen & (self._speaker[targets] == speaker))
+            if not len(able):
+                chosen = chosen & (self._speaker[targets] != speaker)
+                continue
+            prompts = rng.choice(able, len(rows))
+            segments[rows, 2] = self._clean[prompts]
+            segments[rows, 5] = self._speech[prompts]
+        return chosen.copy()
+
+    def _fix(self, segments: NDArray[np.int64], targets: NDArray[np.int64], chosen: NDArray[np.bool_],
+             rng: np.random.Generator) -> NDArray[np.bool_]:  # fmt: skip
+        """Give the chosen rows the served prompt of their speaker, where it has one; returns those rows."""
+        done = np.zeros(len(targets), np.bool_)
+        for speaker, prompts in self.fixed.items():
+            rows = np.flatnonzero(chosen & (self._speaker[targets] == speaker))
+            which = rng.integers(len(prompts), size=len(rows))
+            table = np.array(prompts, np.int64)  # [prompts, 2, 2]
+            segments[rows, 2] = table[which, 0]
+            segments[rows, 5] = table[which, 1]
+            done[rows] = True
+        return done
+
+    def _batches(self, segments: NDArray[np.int64], free: NDArray[np.bool_], total: NDArray[np.int64],
+                 rng: np.random.Generator, tokens_a_batch: int) -> list[Batch]:  # fmt: skip
+        batches = []
+        for low, width in zip((0, *LENGTHS), LENGTHS, strict=False):
+            rows = rng.permutation(np.flatnonzero((total > low) & (total <= width)))
+            size = max(1, tokens_a_batch // width)
+            for part in (rows[i : i + size] for i in range(0, len(rows), size)):
+                batches.append(Batch(segments[part, :, 0], segments[part, :, 1], free[part], width))
+        order = rng.permutation(len(batches))
+        return [
+            batches[i]
+            for i in order
+            if len(batches[i].starts) * batches[i].width * 4 > tokens_a_batch or count_small(batches)
+        ]
+
+
+def count_small(batches: list[Batch]) -> bool:
+    """Few batches in all (a rehearsal): keep the small ones too."""
+    return len(batches) < 64
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """ids [B, L] in the joint id space; targets [B, L] speech ids, -1 where the loss does not look."""
+
+    ids: Tensor
+    targets: Tensor
+    is_speech: Tensor
+
+
+def assemble(pool: Tensor, starts: Tensor, lengths: Tensor, free_prompt: Tensor, width: int) -> Rows:
+    """Gather the segments of each row (sos, prefix, prompt text, text, task, prompt speech, speech) side by side.
+
+    The target of a position is the id after it; the position after the speech is eos. Pool places 0, 1, 2: sos, task, eos.
+    """
+    ends = lengths.cumsum(1)  # [B, 7]
+    at = torch.arange(width + 1, device=pool.device).expand(len(starts), -1).contiguous()
+    segment = torch.searchsorted(ends, at, right=True)  # 0..7, 7 is beyond the speech
+    inside = segment.clamp(max=SEGMENTS - 1)
+    begins = ends - lengths
+    place = starts.gather(1, inside) + at - begins.gather(1, inside)
+    last = ends[:, -1:]
+    place = torch.where(at < last, place, 2)
+    ids = pool[place.clamp(max=len(pool) - 1)]
+    is_speech = (segment == 6) | (segment == 5)
+    counts = (segment == 6) | ((segment == 5) & free_prompt[:, None]) | (at == last)
+    targets = torch.where(counts, ids, -1)[:, 1:]
+    return Rows(ids=ids[:, :-1], targets=targets, is_speech=is_speech[:, :-1])
+
+
+def loss_of(talker: Talker, rows: Rows, *, corrupted: float, smoothing: float) -> tuple[Tensor, Tensor]:
+    """Smoothed cross entropy and accuracy over the speech that counts.
+
+    A share of the speech inputs, drawn per row from 0..corrupted, is replaced by random codes. Smoothing spreads over the
+    codes and eos only, so that the unused control ids are learnt to be impossible.
+    """
+    num_codes = talker.shape.num_codes
+    speech_vocab = talker.shape.speech_vocab
+    ids = rows.ids
+    rate = torch.rand(len(ids), 1, device=ids.device) * corrupted
+    hit = (torch.rand(ids.shape, device=ids.device) < rate) & rows.is_speech
+    ids = torch.where(hit, torch.randint_like(ids, num_codes), ids)
+    is_text = ids >= speech_vocab
+    text = talker.text_rows((ids - speech_vocab).clamp(min=0))
+    speech = talker.speech_rows(torch.where(is_text, 0, ids))
+    x = torch.where(is_text[..., None], text, speech)
+    hidden = talker.hidden(F.dropout(x, DROPOUT, training=talker.training))
+    counted = rows.targets >= 0
+    flat = counted.flatten().nonzero().squeeze(1)
+    logits = talker.logits(hidden.flatten(0, 1)[flat]).float()
+    target = rows.targets.flatten()[flat]
+    total = logits.logsumexp(-1)
+    right = logits.gather(1, target[:, None]).squeeze(1)
+    even = (logits[:, :num_codes].sum(-1) + logits[:, num_codes + 1]) / (num_codes + 1)
+    loss = total - (1 - smoothing) * right - smoothing * even
+    return loss.mean(), (logits.argmax(-1) == target).float().mean()
+
+
+def export(talker: Talker) -> dict[str, Tensor]:
+    """State with the tied tensor under one name only, so that the file travels in 16 MiB."""
+    return {name: value for name, value in talker.state_dict().items() if name != "llm_decoder.weight"}
+
+
+def held_out(pool: Pool, shards: Shards, limit: int) -> Pool | None:
+    """The held-out utterances as a pool of their own."""
+    rows = [i for i in shards.held_out if shards.is_tokenised(i)][:limit]
+    if not rows:
+        return None
+    apart = Pool(pool.texts, pool.offset, pool.device)
+    view = Shards(shards.folder)
+    view.train = rows
+    return apart if apart.take(view) else None
+
+
+@torch.no_grad()
+def evaluate(talker: Talker, ema: Ema, apart: Pool, stage: Stage, tokens: int) -> tuple[float, float]:
+    """Unsmoothed cross entropy and accuracy of the averaged weights on the held-out sentences."""
+    talker.eval()
+    with ema.applied(), stage.autocast():
+        results = [
+            torch.stack(loss_of(talker, put(apart.ids, batch), corrupted=0.0, smoothing=0.0))
+            for batch in apart.epoch(np.random.default_rng(0), tokens)[:8]
+        ]
+    talker.train()
+    mean = torch.stack(results).mean(0).tolist()
+    return mean[0], mean[1]
+
+
+def put(pool: Tensor, batch: Batch) -> Rows:
+    starts, lengths, free = (torch.from_numpy(a).to(pool.device, non_blocking=True) for a in
+                             (batch.starts, batch.lengths, batch.free_prompt))  # fmt: skip
+    return assemble(pool, starts, lengths, free, batch.width)
+
+
+def fix_prompts(pool: Pool, stage: Stage) -> None:
+    """Give the pool the prompts of the shipped voices, tokenised as serving does it."""
+    for speaker, name, transcript, tokens in text_ids.shipped_prompts(stage.data):
+        pool.fix_prompt(speaker, transcript, tokens)
+        stage.log.info("prompt of %s (speaker %d): %d tokens", name, speaker, len(tokens))
+
+
+def train(stage: Stage) -> None:
+    """Train until the deadline; EMA to out/llm.safetensors."""
+    texts = text_ids.TextIds(stage.data)
+    talker = Talker(shape_of(texts.vocabulary)).to(stage.device)
+    initialise(talker)
+    resume(talker, stage.out / "llm.safetensors", stage.log)
+    drop_out(talker)
+    ema = Ema(talker, 0.999)
+    opt = optimiser(decayed(talker, 0.05), (0.9, 0.98), 0.05, stage.device)  # type: ignore[arg-type]
+    shards = Shards(stage.data)
+    pool = Pool(texts, talker.shape.speech_vocab, stage.device)
+    fix_prompts(pool, stage)
+    stage.log.info("took %d utterances, %d ids, %d shapes of text", pool.take(shards), len(pool.ids), texts.vocabulary)
+    apart = held_out(pool, shards, 400)
+    rng = np.random.default_rng(stage.seed + int(1e6 * stage.budget.spent))
+    tokens = 2048 if stage.is_toy else 65536
+    ticker = Ticker(stage.log, stage.budget)
+    saved = refreshed = stage.budget.clock()
+    while not stage.budget.is_over:
+        for batch in pool.epoch(rng, tokens):
+            set_rate(opt, stage.budget.rate(ticker.total_steps, peak=2e-3, floor=2e-5))
+            with stage.autocast():
+                loss, accuracy = loss_of(talker, put(pool.ids, batch), corrupted=CORRUPTED, smoothing=SMOOTHING)
+            opt.zero_grad(set_to_none=True)
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(talker.parameters(), 1.0)
+            opt.step()
+            ema.update()
+            logged = ticker.add(loss=loss, accuracy=accuracy, norm=norm)
+            now = stage.budget.clock()
+            if logged and now - saved > SAVE_EVERY_S:
+                save(talker, ema, stage)
+                saved = now
+                if apart is not None:
+                    stage.log.info(
+                        "held out: cross entropy %.4f accuracy %.4f", *evaluate(talker, ema, apart, stage, tokens)
+                    )
+            if stage.budget.is_over:
+                break
+        if stage.budget.clock() - refreshed > 60 and stage.budget.spent < 0.7:
+            refreshed = stage.budget.clock()
+            shards.refresh()
+            if more := pool.take(shards):
+                stage.log.info("took %d more utterances", more)
+    save(talker, ema, stage)
+    if apart is not None:
+        stage.log.info("final held out: cross entropy %.4f accuracy %.4f", *evaluate(talker, ema, apart, stage, tokens))
+
+
+def save(talker: Talker, ema: Ema, stage: Stage) -> None:
+    with ema.applied():
+        save_half(stage.out / "llm.safetensors", export(talker))
+
+
+if __name__ == "__main__":
+    stage = stage_from_arguments("train_talker")
+    sys.exit(run_stage(stage, train))
