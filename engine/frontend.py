@@ -65,7 +65,8 @@ _JOINERS = "\u200c\u200d"
 def clean(text: str) -> str:
     """NFC, full-width letters and digits as ASCII, and nothing that can't be read aloud.
 
-    Emoji, invisible format characters, controls, surrogates and private-use characters go. Joiners between letters stay, since Indic and Persian words need them.
+    Emoji, invisible format characters, controls, surrogates and private-use characters go. Joiners between letters
+    stay, since Indic and Persian words need them.
     """
     kept = "".join(map(_readable, unicodedata.normalize("NFC", text)))
     joined = re.sub(rf"(?<!\w)[{_JOINERS}]+|[{_JOINERS}]+(?!\w)", "", kept)
@@ -147,7 +148,8 @@ def normalise(text: str, lang: str = "") -> str:
     """
     if "<|" in text and "|>" in text:
         return text
-    pieces = re.split(f"({_BRACKETED.pattern}|{_TAGS.pattern})", clean(text))
+    text = clean(text)
+    pieces = re.split(f"({_BRACKETED.pattern}|{_TAGS.pattern})", text)
     language = language_of(text, lang)
     pieces[::2] = [_normalise_piece(piece, language) for piece in pieces[::2]]
     return re.sub(r"[ \t]{2,}", " ", "".join(pieces)).strip()
@@ -299,6 +301,18 @@ def _digit_by_digit(match: re.Match[str]) -> str:
 
 
 Rule = tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]
+_WEEKDAYS = {
+    "Mon": "Monday",
+    "Tue": "Tuesday",
+    "Tues": "Tuesday",
+    "Wed": "Wednesday",
+    "Thu": "Thursday",
+    "Thurs": "Thursday",
+    "Fri": "Friday",
+    "Sat": "Saturday",
+    "Sun": "Sunday",
+}
+_WEEKDAY = "|".join(_WEEKDAYS)
 _YEAR = r"1[1-9]\d\d|20\d\d"
 _ENGLISH_RULES: tuple[Rule, ...] = (
     (re.compile(r"\s+"), " "),
@@ -310,6 +324,11 @@ _ENGLISH_RULES: tuple[Rule, ...] = (
     (re.compile(r"\betc\."), "et cetera."),
     (re.compile(r"\bvs\.?(?=\s)"), "versus"),
     (re.compile(r"\b[Nn]o\. ?(?=\d)|#(?=\d)"), "number "),
+    (
+        re.compile(rf"\b({_WEEKDAY})\b\.?(?=,? (?:\d|{_MONTHS})|,? ?(?:&|and|to|-|–|/) ?(?:{_WEEKDAY})\b)"),
+        lambda m: _WEEKDAYS[m[1]],
+    ),
+    (re.compile(rf"(?<=day)( ?(?:&|and|to|-|–|/) ?)({_WEEKDAY})\b\.?"), lambda m: m[1] + _WEEKDAYS[m[2]]),
     (re.compile(r"(?<![\w.])\+\d[\d ()-]{6,18}\d(?![\w])"), _digit_by_digit),
     (re.compile(r"(?<![\w-])\d{3}-\d{4}(?![\w-])"), _digit_by_digit),
     (re.compile(r"(?<=\b[Cc]all )\d{3}\b|(?<=\b[Dd]ial )\d{3}\b"), _digit_by_digit),
@@ -363,6 +382,7 @@ def _normalise_english(text: str) -> str:
 
 _GRAMMAR_FAULTS = (AssertionError, RuntimeError, ValueError, KeyError, IndexError)
 _MAX_GRAMMAR_CHARS = 300
+_UNTOUCHED = re.compile(r'(["\\\n]+|\b(?:Mon|Wed|Fri|Sat|Sun|[Nn][oO])\b)')  # escaped, dropped, read as "number"
 _NEEDS_GRAMMAR = re.compile(r"[^A-Za-z ,?!;:'’-]")
 
 
@@ -375,8 +395,8 @@ def _grammar(lang: str) -> Callable[[str], str]:
 
 
 def _rewrite(text: str, lang: str) -> str:
-    """Text through the grammar, in pieces: it escapes quotes and backslashes, and drops newlines."""
-    pieces = re.split(r'(["\\\n]+)', text)
+    """Text through the grammar, in the pieces between what it would spoil."""
+    pieces = _UNTOUCHED.split(text)
     pieces[::2] = [_rewrite_piece(piece, lang) for piece in pieces[::2]]
     return "".join(pieces)
 
