@@ -27,7 +27,7 @@ WORD = 1 << 64
 class Sampling:
     """How a lane draws. "ras" uses temperature, top_p, top_k, window and tau; "standard" all but the last two.
 
-    temperature 0 takes the best id; top_k 0 and top_p 1 cut nothing; repetition_penalty > 1 lowers ids already generated.
+    temperature 0 takes the best id; top_k 0 and top_p 1 cut nothing; repetition_penalty > 1 lowers what was generated.
     """
 
     mode: Literal["ras", "standard"] = "ras"
@@ -89,7 +89,7 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> Draws:
     first = candidates(scores, lanes)
     ids = pick(first.logp, first.ids, lanes.keys[:, 0:1])
     redraw = lanes.is_ras & triggers(ids[:, None], lanes)[:, 0]
-    # On the CPU the look costs nothing and spares a pass over the vocabulary; on CUDA it would be a wait for the device.
+    # On the CPU the look costs nothing and spares a pass over the vocabulary; on CUDA it would be a wait.
     if logits.is_cuda or bool(redraw.any()):
         rest = scores.scatter(1, ids[:, None], -torch.inf)
         second = pick(rest, torch.arange(scores.shape[1], device=scores.device), lanes.keys[:, 1:2])
@@ -144,7 +144,7 @@ def padded(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
 
 
 def masked(logits: Tensor, lanes: Lanes) -> tuple[Tensor, Tensor]:
-    """float32 (float64 kept) logits with masked control ids at -inf, and [B] whether a lane has nothing to draw from."""
+    """float32 (float64 kept) logits with masked control ids at -inf, and [B] whether a lane can draw nothing."""
     scores = logits if logits.dtype == torch.float64 else logits.float()
     place = torch.arange(scores.shape[1], device=scores.device) - (scores.shape[1] - NUM_CONTROLS)
     is_cut = (lanes.mask == Mask.SOS) & (place == SOS) | (lanes.mask == Mask.CONTROLS) & (place >= 0)

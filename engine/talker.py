@@ -48,7 +48,7 @@ class Limits:
         return cls(int(shortest * num_text), int(longest * num_text))
 
     def mask(self, step: int, *, reference_exact: bool = False) -> Mask:
-        """For the draw of code number `step`. The original masks sos alone, so that its minimum length stops nothing."""
+        """For the draw of code number `step`. The original masks sos alone, so its minimum stops nothing."""
         if step >= self.min_len:
             return Mask.NOTHING
         return Mask.SOS if reference_exact else Mask.CONTROLS

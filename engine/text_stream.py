@@ -1,8 +1,8 @@
-"""Text that is still arriving, woven with speech for the talker: five text ids, then up to fifteen speech ids, and so on.
+"""Text that is still arriving, woven with speech for the talker: five text ids, up to fifteen speech ids, and so on.
 
-After a block of speech the talker gives `fill`, which is never fed back, and reads five more text ids. When the text has
-ended, what is left of it and `task` are fed, and the talker runs to its stop id. Plain Python: rows are named here and
-turned into tensors by Talker.rows.
+After a block of speech the talker gives `fill`, which is never fed back, and reads five more text ids. When the text
+has ended, what is left of it and `task` are fed, and the talker runs to its stop id. Plain Python: rows are named here
+and turned into tensors by Talker.rows.
 Source: CosyVoice3 reference, section 3.7. Parity: tests/engine/test_talker.py.
 """
 
@@ -39,10 +39,10 @@ Weave = Generator[Call | None, int | None, None]
 class TextStream:
     """The life of one utterance whose text comes in pieces.
 
-    `call` is what to do next (None: wait for text, or done). `take` gives it the id drawn and returns the id to speak, if
-    it is one; `history` is what the sampler may look at. With reference_exact the weaving has the original's faults:
-    rows fed twice after the last fill, an instruction answered before its text, prompt speech dropped when the text ends
-    early, no maximum length, and an error (ValueError) on a stop id in mid-stream.
+    `call` is what to do next (None: wait for text, or done). `take` gives it the id drawn and returns the id to speak,
+    if it is one; `history` is what the sampler may look at. With reference_exact the weaving has the original's faults:
+    rows fed twice after the last fill, an instruction answered before its text, prompt speech dropped when the text
+    ends early, no maximum length, and an error (ValueError) on a stop id in mid-stream.
     """
 
     def __init__(
@@ -124,9 +124,9 @@ class TextStream:
             while room:
                 drawn = yield Call(rows, Mask.ALL_BUT_FILL)
                 rows = []
-                if drawn == special.fill:
-                    break
                 assert drawn is not None, "answered by take"
+                if drawn >= special.sos:
+                    break
                 rows, room = [Row("speech", drawn)], room - 1
                 if not room:
                     yield Call(rows, Mask.ALL_BUT_FILL, forced=special.fill)
