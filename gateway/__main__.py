@@ -1,0 +1,57 @@
+"""`python -m gateway --config F`: the gateway process alone; an engine must serve the same socket."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import uvloop
+
+from engine import config as profiles
+from gateway.errors import ConfigError
+from gateway.server import check_exposure, run
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit codes: 0 ended by a signal, 2 the configuration can't be."""
+    options = _parser().parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s gateway %(levelname)s %(message)s")
+    logging.getLogger("websockets").setLevel(logging.CRITICAL)
+    try:
+        config = _config(options)
+        check_exposure(config.host, without_keys=options.without_keys)
+        uvloop.run(run(config, _announce))
+    except (ConfigError, profiles.ConfigError) as error:
+        print(f"gateway: {error}", file=sys.stderr)
+        return 2
+    except asyncio.CancelledError:
+        return 0
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m gateway", description=__doc__)
+    parser.add_argument("--config", type=Path, help="the profile, a TOML file; default: the embedded voice's")
+    parser.add_argument("--host", help="where to listen; default: the profile's")
+    parser.add_argument("--port", type=int, help="0: any free port")
+    parser.add_argument("--socket", help="the engine's Unix socket")
+    parser.add_argument("--without-keys", action="store_true", help="let others than this machine in without a key")
+    return parser
+
+
+def _config(options: argparse.Namespace) -> profiles.GatewayConfig:
+    config = (profiles.load(options.config) if options.config else profiles.Config()).gateway
+    named = {name: getattr(options, name) for name in ("host", "port", "socket")}
+    return replace(config, **{name: value for name, value in named.items() if value is not None})
+
+
+def _announce(address: str) -> None:
+    print(f"Rill is ready at {address}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

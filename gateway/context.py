@@ -1,0 +1,260 @@
+"""One utterance, from `open` to its terminal message. No I/O and no clock of its own: `now` is passed in, in seconds.
+
+Text comes in by pieces and leaves as clauses for the engine; float audio comes from the engine and leaves as numbered
+messages, as far as the listener's credit goes. Whatever ends the context ends it once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from engine import messages as engine
+from gateway import wire
+from gateway.clauses import ClauseCutter
+from gateway.encodings import Encoder
+from gateway.errors import Refusal
+
+LEAD_S: Final = 10.0  # audio the engine may be ahead of what the socket took, so that a slow reader rests its row
+START_LEAD_S: Final = 5.0  # promise 5: until the first credit, elapsed time and this
+SHORTEST_MS: Final = 20
+LONGEST_MS: Final = 200
+CREDIT_STEP_S: Final = 0.1  # the engine is told when its limit has grown by so much
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """The context's name at the engine."""
+
+    context: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    n: int
+    end: int  # characters of the context's text up to the piece's end
+
+
+@dataclass(slots=True)
+class _Clause:
+    end: int  # characters of the context's text up to the clause's end
+    num_bytes: int
+    samples: int | None = None  # of the context, when all of the clause's audio is in
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """A message that waits until the audio before `pos` has been sent."""
+
+    pos: int
+    message: wire.Flushed | wire.Done
+
+
+class Context:
+    """The text, audio and credit of one context; `post` takes what the engine is to be told."""
+
+    def __init__(
+        self,
+        request: wire.Open,
+        opened: wire.Opened,
+        lease: Lease,
+        *,
+        now: float,
+        window_ms: int,
+        text_bytes: int,
+        post: Callable[[engine.ToEngine], None],
+    ) -> None:
+        self.c = request.c
+        self.lease = lease
+        self.is_done = False  # the engine has no more for it
+        self.sent = 0  # samples, at the context's rate
+        self._opened = opened
+        self._opened_at = now
+        self._is_open = False
+        self._first_audio_at: float | None = None
+        self._paced = request.pace != "none"
+        self._window_s = window_ms / 1000
+        self._credit_s: float | None = None
+        self._told = 0  # credit at the engine, samples at 24 kHz
+        self._encoder = Encoder(opened.enc, opened.rate)
+        self._cutter = ClauseCutter()
+        self._pieces: deque[_Piece] = deque()
+        self._clauses: list[_Clause] = []
+        self._num_pieces = 0
+        self._received = 0  # characters
+        self._cut = 0  # characters in clauses
+        self._num_taken = 0  # clauses whose text has gone to the model
+        self._waiting_bytes = 0  # of text that hasn't
+        self._text_bytes = text_bytes
+        self._has_ended = False
+        self._flushes: deque[tuple[int, int]] = deque()  # clauses before it, its number
+        self._num_clauses_done = 0
+        self._audio = bytearray()
+        self._marks: deque[_Mark] = deque()
+        self._num_audio = 0
+        self._post = post
+        self.tell_credit(now)
+
+    # ---- what the client says
+
+    def text(self, message: wire.Text) -> None:
+        """Raises Refusal: out of order, after the end, or more than may wait."""
+        if self._has_ended:
+            raise Refusal("bad_sequence", "text after end")
+        if message.n != self._num_pieces:
+            raise Refusal("bad_sequence", f"text piece {message.n}, expected {self._num_pieces}")
+        self._waiting_bytes += len(message.s.encode())
+        if self._waiting_bytes > self._text_bytes:
+            raise Refusal("text_too_long", f"more than {self._text_bytes} bytes of text wait to be spoken")
+        self._num_pieces += 1
+        self._received += len(message.s)
+        self._pieces.append(_Piece(message.n, self._received))
+        for clause in self._cutter.push(message.s):
+            self._speak(clause)
+
+    def flush(self, message: wire.Flush) -> None:
+        """All text so far becomes clauses; `flushed` follows the last one's audio."""
+        self._speak(self._cutter.flush())
+        self._flushes.append((len(self._clauses), message.f))
+        self._mark_flushes()
+
+    def end(self) -> None:
+        if self._has_ended:
+            return
+        self._has_ended = True
+        self._speak(self._cutter.flush())
+        self._post(engine.End(context=self.lease.context, epoch=self.lease.epoch))
+
+    def credit(self, ms: float, now: float) -> None:
+        self._credit_s = max(self._credit_s or 0.0, ms / 1000)
+        self.tell_credit(now)
+
+    def _speak(self, clause: str) -> None:
+        if not clause:
+            return
+        self._cut += len(clause)
+        index = len(self._clauses)
+        self._clauses.append(_Clause(self._cut, len(clause.encode())))
+        self._post(engine.Clause(context=self.lease.context, epoch=self.lease.epoch, index=index, text=clause))
+
+    # ---- what the engine says
+
+    def open(self) -> wire.Opened:
+        """The engine holds a place for it."""
+        self._is_open = True
+        return self._opened
+
+    def taken(self, index: int) -> wire.Taken | None:
+        """The clause's text has gone to the model; the answer names the last piece of which all has gone."""
+        for clause in self._clauses[self._num_taken : index + 1]:
+            self._waiting_bytes -= clause.num_bytes
+        self._num_taken = max(self._num_taken, index + 1)
+        last = None
+        while self._pieces and self._pieces[0].end <= self._clauses[index].end:
+            last = self._pieces.popleft().n
+        return None if last is None else wire.Taken(c=self.c, n=last)
+
+    def audio(self, pcm: bytes) -> None:
+        self._audio += self._encoder.push(pcm)
+
+    def clause_done(self, index: int) -> wire.Taken | None:
+        """All of the clause's audio is in; a clause without any may never have been taken before."""
+        self._audio += self._encoder.end_clause()
+        self._clauses[index].samples = self.produced
+        self._num_clauses_done = index + 1
+        self._mark_flushes()
+        return self.taken(index)
+
+    def done(self, stats: dict[str, float]) -> None:
+        self.is_done = True
+        self._audio += self._encoder.end_clause()
+        self._marks.append(_Mark(self.produced, self._done_message(stats)))
+
+    def _mark_flushes(self) -> None:
+        while self._flushes and self._flushes[0][0] <= self._num_clauses_done:
+            number = self._flushes.popleft()[1]
+            self._marks.append(_Mark(self.produced, wire.Flushed(c=self.c, f=number, pos=self.produced)))
+
+    def _done_message(self, stats: dict[str, float]) -> wire.Done:
+        return wire.Done(c=self.c, samples=self.produced, ms=self._ms(self.produced), stats=stats)
+
+    # ---- what goes out
+
+    @property
+    def produced(self) -> int:
+        """Samples that the engine has made, at the context's rate."""
+        return self.sent + len(self._audio) // self._encoder.bytes_per_sample
+
+    @property
+    def num_bytes(self) -> int:
+        """Audio that waits here."""
+        return len(self._audio)
+
+    def next_message(self, now: float) -> wire.Audio | wire.Flushed | wire.Done | None:
+        """The next message of this context that may be sent now, in order; None if it has to wait."""
+        if not self._is_open:
+            return None
+        if self._marks and self._marks[0].pos == self.sent:
+            message = self._marks.popleft().message
+            return self._timed(message) if isinstance(message, wire.Done) else message
+        count = self._num_sendable(now)
+        return self._cut_audio(count, now) if count else None
+
+    def _num_sendable(self, now: float) -> int:
+        """Samples for the next message: 20 to 200 ms, less only just before a mark."""
+        shortest, longest = self._samples(SHORTEST_MS / 1000), self._samples(LONGEST_MS / 1000)
+        ready = (self._marks[0].pos if self._marks else self.produced) - self.sent
+        count = min(ready, longest, max(self._samples(self._limit_s(now)) - self.sent, 0))
+        if count == longest and 0 < ready - count < shortest:
+            count -= shortest  # leave no crumb
+        is_enough = count >= shortest or (bool(self._marks) and count == ready)
+        return count if is_enough else 0
+
+    def _cut_audio(self, count: int, now: float) -> wire.Audio:
+        size = count * self._encoder.bytes_per_sample
+        message = wire.Audio(c=self.c, q=self._num_audio, pos=self.sent, d=bytes(self._audio[:size]))
+        del self._audio[:size]
+        self._num_audio += 1
+        self.sent += count
+        if self._first_audio_at is None:
+            self._first_audio_at = now
+        self.tell_credit(now)
+        return message
+
+    def _timed(self, done: wire.Done) -> wire.Done:
+        stats = dict(done.stats)
+        if self._first_audio_at is not None:
+            stats["first_audio_ms"] = round((self._first_audio_at - self._opened_at) * 1000, 1)
+        return wire.Done(c=done.c, samples=done.samples, ms=done.ms, stats=stats)
+
+    def cancelled(self, played_ms: float | None) -> wire.Cancelled:
+        heard = self.sent if played_ms is None else min(self.sent, self._samples(played_ms / 1000))
+        upto = max((one.end for one in self._clauses if one.samples is not None and one.samples <= heard), default=0)
+        return wire.Cancelled(c=self.c, samples=self.sent, ms=self._ms(self.sent), text_upto=upto)
+
+    # ---- credit
+
+    def tell_credit(self, now: float) -> None:
+        """Tell the engine how far it may go, if that has grown: what the listener allows, near what the socket took."""
+        limit_s = min(self._limit_s(now), self.sent / self._opened.rate + LEAD_S)
+        samples = int(limit_s * engine.SAMPLE_RATE_HZ)
+        if not self.is_done and samples >= self._told + CREDIT_STEP_S * engine.SAMPLE_RATE_HZ:
+            self._told = samples
+            self._post(engine.Credit(context=self.lease.context, epoch=self.lease.epoch, samples=samples))
+
+    def _limit_s(self, now: float) -> float:
+        """The audio position, in seconds, up to which the listener lets us send."""
+        if not self._paced:
+            return float("inf")
+        if self._credit_s is not None:
+            return self._credit_s
+        return max(self._window_s, now - self._opened_at + START_LEAD_S)
+
+    def _samples(self, seconds: float) -> int:
+        return int(min(seconds, 2.0**40) * self._opened.rate)
+
+    def _ms(self, samples: int) -> float:
+        return round(samples * 1000 / self._opened.rate, 3)
