@@ -366,7 +366,7 @@ class Tables:
     noise: Tensor  # [frames, M]
 
 
-# --- the flow ------------------------------------------------------------------------------------------------------------
+# --- the flow -----
 
 
 class Flow(nn.Module):
@@ -730,12 +730,17 @@ def stacked(table: Tensor, units: list[Unit], width: int) -> Tensor:
     return torch.stack([table[at : at + width] for at in starts]).repeat_interleave(2, dim=0)
 
 
+def gathers_padded(device: torch.device) -> bool:
+    """Whether many units share one padded attention call: few launches on an accelerator, wasted work on a CPU."""
+    return device.type != "cpu"
+
+
 class PagedAttention:
     """Writes the keys and values of one packed call into their pages and attends over pages 0..own of each unit."""
 
     def __init__(self, store: FlowStore, units: list[Unit], width: int) -> None:
         self.store, self.units, self.width = store, units, width
-        self.is_packed = len(units) > 1 and store.data.device.type != "cpu"
+        self.is_packed = len(units) > 1 and gathers_padded(store.data.device)
         device = store.data.device
         self.steps = torch.tensor([unit.step for unit in units], device=device)
         self.own = torch.tensor([unit.pages[-1] for unit in units], device=device)
