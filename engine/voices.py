@@ -5,6 +5,7 @@ P speech tokens of the prompt; its mel has 2P frames of 20 ms.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +60,10 @@ class Voice:
 
 def read_voices(path: Path) -> dict[str, Voice]:
     """The voices of a `spk2info.pt`, by id. Raises VoiceFileError."""
-    stored = torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        stored = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
+        raise VoiceFileError(f"{path.name} is not a file of weights and plain values") from error
     if not isinstance(stored, Mapping):
         raise VoiceFileError(f"{path.name} holds a {type(stored).__name__}, not a mapping from id to voice")
     return {str(key): _from_entry(str(key), entry) for key, entry in stored.items()}
