@@ -89,7 +89,7 @@ class EngineConfig(_Table):
     waiting: int = 64  # contexts that may wait for a lane; the next is refused
     rows_per_launch: int = 0  # rows that share a call; 1: a lane sounds the same to the bit, alone or in a crowd
     talker_pages: int = 0  # of 32 rows; 0: enough for every lane
-    flow_pages: int = 0  # of 50 frames; 0: enough for every lane
+    flow_pages: int = 0  # of 50 frames; 0: enough for every lane, as far as the memory goes
     lookahead_s: float = 2.0  # audio's worth of tokens that a talker may be ahead of its credit
     prefill_rows: int = 512  # of one prompt and one step
     clause_tokens: int = 400  # text tokens of one clause, prompt not counted
@@ -113,7 +113,7 @@ class EngineConfig(_Table):
         _require("[engine] threads", self.threads, 0, 1_024)
 
     def resolved(self, *, has_cuda: bool) -> EngineConfig:
-        """The same with nothing left to "auto"; the result is logged."""
+        """The same with nothing left to "auto" but the pages, which the memory decides; the result is logged."""
         device = self.device if self.device != "auto" else ("cuda" if has_cuda else "cpu")
         on_cpu = device == "cpu"
         chosen = replace(
@@ -122,8 +122,6 @@ class EngineConfig(_Table):
             dtype=self.dtype if self.dtype != "auto" else ("float32" if on_cpu else "bfloat16"),
             threads=self.threads or min(2, os.cpu_count() or 1),
             rows_per_launch=self.rows_per_launch or (1 if on_cpu else self.lanes),
-            talker_pages=self.talker_pages or self.lanes * 48,
-            flow_pages=self.flow_pages or self.lanes * 24,
         )
         logger.info("engine settings: %s", chosen)
         return chosen
@@ -134,7 +132,8 @@ class ModelConfig(_Table):
     """The [model] table. One setting serves the official model: checkpoint = "/path/to/Fun-CosyVoice3-0.5B-2512"."""
 
     checkpoint: str = "embedded"  # a folder in the official layout; "embedded": the one inside the package
-    voice: str = ""  # the default voice; empty: the checkpoint's first
+    voice: str = ""  # the default voice; empty: the first one there is
+    prompts: str = ""  # a folder of recordings, NAME.wav beside NAME.txt, to take up as voices at the start
 
     @property
     def folder(self) -> Path:

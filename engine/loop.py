@@ -1,0 +1,375 @@
+"""Take, plan, launch, deliver: the engine's one loop, on the one thread that touches the device.
+
+Whatever comes from elsewhere comes through the inbox: the gateways' messages, links that open and close, and clauses
+whose text work, done on a worker thread, is ready. Whatever leaves goes to `deliver`, which must not block.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, replace
+from functools import partial
+
+from engine.batch import EngineFault, Launched, Runner, Utterance, part_limits
+from engine.frontend import Tokenizer, assemble, choose_mode, segments
+from engine.messages import (
+    SAMPLE_RATE_HZ,
+    Clause,
+    End,
+    Failed,
+    Gauges,
+    Open,
+    Ready,
+    SamplingChoice,
+    ToEngine,
+    ToGateway,
+    VoiceInfo,
+)
+from engine.sampler import Sampling
+from engine.scheduler import (
+    Lane,
+    LaneFault,
+    Part,
+    Preparation,
+    Restarting,
+    Scheduler,
+    SpeechError,
+    TextTooLong,
+    UnknownVoice,
+    Unsupported,
+)
+from engine.voices import Voice
+
+logger = logging.getLogger(__name__)
+
+WARM_LINK = -1  # no gateway: the engine speaks to itself before it is ready
+WARM_TEXT = "One, two, three, and here we go."
+QUEUE_CHECK_S = 0.1
+
+
+# What comes in
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    link: int
+    message: ToEngine
+
+
+@dataclass(frozen=True, slots=True)
+class LinkOpened:
+    link: int
+
+
+@dataclass(frozen=True, slots=True)
+class LinkClosed:
+    link: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    lane: Lane
+    clause: int
+    work: Future[list[Utterance]]
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    pass
+
+
+Item = Said | LinkOpened | LinkClosed | Prepared | Stop
+
+
+class Inbox:
+    """Filled by any thread, emptied by the device's. Bounded by its senders: credit, clause and context limits."""
+
+    def __init__(self) -> None:
+        self._items: deque[Item] = deque()
+        self._filled = threading.Condition()
+
+    def put(self, *items: Item) -> None:
+        with self._filled:
+            self._items.extend(items)
+            self._filled.notify()
+
+    def drain(self, wait_s: float) -> list[Item]:
+        """All that is there, after a wait for the first of them."""
+        with self._filled:
+            if not self._items and wait_s > 0:
+                self._filled.wait(wait_s)
+            items = list(self._items)
+            self._items.clear()
+        return items
+
+
+# Text work
+
+
+class Reader:
+    """A clause's text -> what the models take. `utterances` runs on a worker thread and changes nothing here."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        voices: Mapping[str, Voice],
+        *,
+        sampling: Sampling,
+        default_voice: str,
+        clause_tokens: int,
+        can_stream: bool,
+    ) -> None:
+        self.tokenizer, self.voices, self.sampling = tokenizer, voices, sampling
+        self.default_voice, self.clause_tokens, self.can_stream = default_voice, clause_tokens, can_stream
+
+    def settled(self, message: Open) -> Open:
+        """The Open with nothing left to defaults. Raises UnknownVoice or Unsupported."""
+        voice = message.voice or self.default_voice
+        if voice not in self.voices:
+            raise UnknownVoice(f"no such voice; {len(self.voices)} are known")
+        self._sampling(message.sampling)
+        return replace(message, voice=voice, streaming=message.streaming and self.can_stream)
+
+    def _sampling(self, choice: SamplingChoice | None) -> Sampling:
+        if choice is None:
+            return self.sampling
+        chosen = {name: value for name in choice.__slots__ if (value := getattr(choice, name)) is not None}
+        try:
+            return replace(self.sampling, **chosen)
+        except ValueError as error:
+            raise Unsupported(str(error)) from error
+
+    def utterances(self, job: Preparation) -> list[Utterance]:
+        """The clause in parts; none where there is nothing to say. Raises TextTooLong."""
+        opened = job.opened
+        lang, can_steer = opened.lang or "", opened.allow_controls
+        parts = segments(job.text, self.tokenizer, lang=lang, allow_controls=can_steer)
+        return [self._utterance(opened, part) for part in parts]
+
+    def _utterance(self, opened: Open, text: str) -> Utterance:
+        voice = self.voices[opened.voice]
+        mode = choose_mode(instruct=opened.instruct, voice_prompt_text=voice.prompt_text, has_prompt=voice.has_prompt)
+        prompt = assemble(
+            mode,
+            text,
+            self.tokenizer,
+            voice_prompt_text=voice.prompt_text,
+            instruct=opened.instruct or "",
+            allow_controls=opened.allow_controls,
+        )
+        if prompt.num_target > self.clause_tokens:
+            raise TextTooLong(f"a clause of {prompt.num_target} text tokens, the limit is {self.clause_tokens}")
+        return Utterance(
+            voice=voice,
+            prompt=prompt,
+            limits=part_limits(prompt.num_target, voice),
+            sampling=self._sampling(opened.sampling),
+            seed=opened.seed,
+            is_streaming=opened.streaming,
+        )
+
+    def infos(self) -> list[VoiceInfo]:
+        return [
+            VoiceInfo(id=voice.id, name=voice.name, lang=voice.lang, ms=voice.prompt_ms)
+            for voice in self.voices.values()
+        ]
+
+
+def _as_speech_error(error: BaseException) -> SpeechError:
+    if isinstance(error, SpeechError):
+        return error
+    logger.error("text work failed", exc_info=error)
+    return LaneFault("this context's text broke the front end")
+
+
+# The loop
+
+Deliver = Callable[[list[tuple[int, ToGateway]]], None]
+
+
+class Engine:
+    """Everything but the sockets. All methods but `inbox.put` belong to the device's thread."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        reader: Reader,
+        *,
+        worker: Executor,
+        deliver: Deliver,
+        model: str = "",
+        gauges_s: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.runner, self.scheduler, self.reader = runner, scheduler, reader
+        self.worker, self.deliver, self.clock = worker, deliver, clock
+        self.model, self.gauges_s = model, gauges_s
+        self.inbox = Inbox()
+        self.num_steps = 0
+        self._links: set[int] = set()
+        self._is_idle = True
+        self._is_stopping = False
+        self._gauged_at = clock()
+        self._gauged_ends = 0
+        self._step_s = 0.0
+
+    def run(self) -> None:
+        """Turns of the loop until Stop comes. Raises EngineFault; call `abandon` then."""
+        while not self._is_stopping:
+            self.step()
+        self.abandon()
+        self._free()
+
+    def abandon(self) -> None:
+        """Every context ends with a retryable error. Touches no device, so it may follow an EngineFault."""
+        self.scheduler.fail_all(Restarting("the engine is going down"))
+        self._deliver()
+
+    def step(self) -> None:
+        for item in self.inbox.drain(self._patience_s()):
+            self._take(item)
+        started = self.clock()
+        plan = self.scheduler.plan(started)
+        self._free()  # of cancelled tenants, before the next ones of their lanes run
+        self._report(self.runner.launch(plan))
+        self._start_text_work()
+        self._free()
+        self._gauge(started)
+        self._deliver()
+        self._is_idle = plan.is_empty
+        if not plan.is_empty:
+            self.num_steps += 1
+            self._step_s += 0.1 * (self.clock() - started - self._step_s)
+
+    def warm(self) -> None:
+        """Speak a sentence with every voice, so that no caller pays for first times. Raises EngineFault."""
+        for number, voice in enumerate(self.reader.voices):
+            self._say_to_itself(
+                Open(context=number, epoch=0, voice=voice, seed=0),
+                Clause(context=number, epoch=0, index=0, text=WARM_TEXT),
+                End(context=number, epoch=0),
+            )
+            self.step()
+            while self.scheduler.num_contexts:
+                self.step()
+        self.scheduler.check_integrity()
+
+    def _say_to_itself(self, *messages: ToEngine) -> None:
+        self.inbox.put(*(Said(WARM_LINK, message) for message in messages))
+
+    def _patience_s(self) -> float:
+        """How long to wait for a message: not at all while there is work."""
+        if not self._is_idle:
+            return 0.0
+        return QUEUE_CHECK_S if self.scheduler.num_waiting else self.gauges_s
+
+    def _take(self, item: Item) -> None:
+        match item:
+            case Said(link, message):
+                self._take_message(link, message)
+            case LinkOpened(link):
+                self._links.add(link)
+                self.scheduler.outgoing.append((link, self.ready()))
+            case LinkClosed(link):
+                self._links.discard(link)
+                self.scheduler.close_link(link)
+            case Prepared(lane, clause, work):
+                self._take_prepared(lane, clause, work)
+            case Stop():
+                self._is_stopping = True
+
+    def _take_message(self, link: int, message: ToEngine) -> None:
+        if link not in self._links and link != WARM_LINK:
+            return  # what a closed link said last
+        if isinstance(message, Open):
+            try:
+                message = self.reader.settled(message)
+            except SpeechError as error:
+                self.scheduler.refuse(link, message, error)
+                return
+        self.scheduler.take(link, message, self.clock())
+
+    def _start_text_work(self) -> None:
+        jobs, self.scheduler.preparations = self.scheduler.preparations, []
+        for job in jobs:
+            work = self.worker.submit(self.reader.utterances, job)
+            work.add_done_callback(partial(self._hand_in, job.lane, job.clause))
+
+    def _hand_in(self, lane: Lane, clause: int, work: Future[list[Utterance]]) -> None:
+        """On the worker's thread."""
+        self.inbox.put(Prepared(lane, clause, work))
+
+    def _take_prepared(self, lane: Lane, clause: int, work: Future[list[Utterance]]) -> None:
+        error = work.exception()
+        if error is not None:
+            self.scheduler.failed(lane, _as_speech_error(error))
+            return
+        utterances = work.result()
+        try:
+            for utterance in utterances:
+                self.runner.check(utterance)
+        except TextTooLong as error:
+            self.scheduler.failed(lane, error)
+            return
+        if self.scheduler.prepared(lane, clause, [utterance.lengths for utterance in utterances]):
+            for number, utterance in enumerate(utterances):
+                self.runner.seat(lane, Part(clause, number), utterance)
+
+    def _report(self, launched: Launched) -> None:
+        now = self.clock()
+        for hift, pcm in launched.sounded:
+            self.scheduler.sounded(hift, pcm, now)
+        for flow, has_mel in launched.solved:
+            self.scheduler.solved(flow, has_mel=has_mel)
+        for talker, tokens, is_end in launched.talked:
+            self.scheduler.talked(talker, tokens, is_end=is_end)
+        for lane in launched.blocked:
+            self.scheduler.blocked(lane)
+        for lane, error in launched.faults:
+            self.scheduler.failed(lane, error)
+
+    def _free(self) -> None:
+        lanes, self.scheduler.freed = self.scheduler.freed, []
+        for lane in lanes:
+            self.runner.free(lane)
+
+    # What goes out
+
+    def ready(self) -> Ready:
+        voices, lanes = self.reader.infos(), self.scheduler.limits.lanes
+        return Ready(model=self.model, voices=voices, sample_rate=SAMPLE_RATE_HZ, lanes=lanes)
+
+    def gauges(self) -> Gauges:
+        return Gauges(
+            lanes_used=self.scheduler.lanes_used,
+            lanes=self.scheduler.limits.lanes,
+            talker_pages=self.runner.talker_pages,
+            flow_pages=self.runner.flow_pages,
+            hift_states=self.runner.hift_states,
+            contexts=self.scheduler.num_contexts,
+            waiting=self.scheduler.num_waiting,
+            voice_pages=self.runner.prefixes.num_pages,
+            steps=self.num_steps,
+            step_ms=1e3 * self._step_s,
+        )
+
+    def _gauge(self, now: float) -> None:
+        """At a fixed pace, and after each context's end."""
+        if now - self._gauged_at < self.gauges_s and self.scheduler.num_ended == self._gauged_ends:
+            return
+        self._gauged_at, self._gauged_ends = now, self.scheduler.num_ended
+        self.scheduler.outgoing += [(link, self.gauges()) for link in self._links]
+
+    def _deliver(self) -> None:
+        outgoing, self.scheduler.outgoing = self.scheduler.outgoing, []
+        for link, message in outgoing:
+            if link == WARM_LINK and isinstance(message, Failed):
+                raise EngineFault(f"the warm-up failed: {message.message}")
+        if outgoing:
+            self.deliver(outgoing)
