@@ -44,10 +44,17 @@ class Job:
     result: int | None = None
     quiet: int = 0  # niceness
     environment: dict[str, str] = field(default_factory=dict)
+    product: Path | None = None  # once this is there, a failure is not worth another try
+
+    @property
+    def is_scheduled(self) -> bool:
+        return self.name.startswith("train_")
 
     @property
     def is_over(self) -> bool:
-        return self.result is not None and (self.result == 0 or self.tries >= TRIES)
+        if self.result is None:
+            return False
+        return self.result == 0 or self.tries >= TRIES or (self.product is not None and self.product.exists())
 
     @property
     def is_running(self) -> bool:
@@ -55,6 +62,8 @@ class Job:
 
     def start(self, log: logging.Logger, folder: Path) -> None:
         self.tries += 1
+        if "--deadline" in self.command and "--start" not in self.command and self.is_scheduled:
+            self.command += ["--start", f"{time.time():.1f}"]  # a restart goes on with the schedule of the first try
         out = (folder / f"{self.name}.out").open("ab")
         self.process = subprocess.Popen(
             ["nice", "-n", str(self.quiet), *self.command], stdout=out, stderr=subprocess.STDOUT,
@@ -84,6 +93,10 @@ class Plan:
     start: float
     deadline: float
     workers: int
+    hibari: Path
+    corpus: Path
+    hours: float
+    tokenizer_s: float
 
     @property
     def minutes(self) -> float:
@@ -98,10 +111,51 @@ class Plan:
 
 
 def jobs_of(plan: Plan) -> list[Job]:
-    """All jobs in the order they are looked at."""
-    from engine.training.plan import jobs
+    """All jobs in the order they are looked at.
 
-    return jobs(plan)
+    The GPU is shared: the vocoder has it alone at first, then with the two encoders, then with the flow and the talker.
+    """
+    data = plan.data
+    encoder_s = 20.0 if plan.is_toy else plan.tokenizer_s
+    python = [sys.executable, "-m"]
+    where = ["--data", str(data), "--device", plan.device]
+    few = ["--toy"] if plan.is_toy else []
+
+    def num_shards(least: int) -> bool:
+        return len(list(data.glob("shard-*.npz"))) >= (1 if plan.is_toy else least)
+
+    def is_tokenised(least: int) -> bool:
+        tokens = len(list(data.glob("tokens-*.npz")))
+        behind = len(list(data.glob("shard-*.npz"))) - tokens
+        return tokens >= (1 if plan.is_toy else least) and (behind <= 40 or time.time() > plan.start + 420)
+
+    def may_train() -> bool:
+        ready = [
+            data / "speech_tokenizer.pt",
+            data / "speakers.npz",
+            data / "CosyVoice-BlankEN" / "tokenizer_config.json",
+        ]
+        return all(path.exists() for path in ready) and is_tokenised(80)
+
+    corpus = ["--corpus", str(plan.corpus)]
+    one_thread = {"OMP_NUM_THREADS": "1"}
+    return [
+        Job("teacher", [*python, "engine.training.teacher", "--hibari", str(plan.hibari), *corpus, "--data", str(data),
+                        "--workers", str(plan.workers), "--hours", str(plan.hours)],
+            lambda: True, quiet=10, environment=one_thread),
+        Job("bpe", [*python, "engine.training.tokenizer", *corpus, "--out", str(data / "CosyVoice-BlankEN")], lambda: True),
+        Job("train_hift", plan.stage("train_hift", since=plan.start), lambda: num_shards(6)),
+        Job("speech_tokenizer", [*python, "engine.training.speech_tokenizer", "train", *where,
+                                 "--budget", str(encoder_s), *few],
+            lambda: num_shards(24), product=data / "speech_tokenizer.pt"),
+        Job("speaker_encoder", [*python, "engine.training.speaker_encoder", *where,
+                                "--budget", str(min(encoder_s, 90.0)), *few],
+            lambda: num_shards(24), product=data / "speakers.npz"),
+        Job("tokenise", [*python, "engine.training.speech_tokenizer", "tokenise", *where, "--follow"],
+            (data / "speech_tokenizer.pt").exists),
+        Job("train_flow", plan.stage("train_flow"), may_train),
+        Job("train_talker", plan.stage("train_talker"), may_train),
+    ]  # fmt: skip
 
 
 def supervise(plan: Plan) -> None:
@@ -187,10 +241,11 @@ def copy_artefacts(data: Path, out: Path, *, with_tokens: bool) -> None:
     """At most 8 files under 16 MiB: models, encoders, one archive of the small things, and the tokens if asked."""
     out.mkdir(parents=True, exist_ok=True)
     for name in ARTEFACTS:
-        if (data / "out" / name).exists():
-            shutil.copy(data / "out" / name, out / name)
+        for folder in (data / "out", data):
+            if (folder / name).exists():
+                shutil.copy(folder / name, out / name)
     with tarfile.open(out / "rest.tar.gz", "w:gz") as archive:
-        for name in ("CosyVoice-BlankEN", "prompts", "speakers.npz", "log"):
+        for name in ("CosyVoice-BlankEN", "prompts", "speakers.npz", "log", *missing_onnx(data)):
             if (data / name).exists():
                 archive.add(data / name, arcname=name)
         for path in sorted((data / "out").glob("*")):
@@ -206,7 +261,12 @@ def copy_artefacts(data: Path, out: Path, *, with_tokens: bool) -> None:
         print(f"   {path.name} {path.stat().st_size / 2**20:.2f} MiB")
 
 
-def pack_held_out(data: Path, limit: int = 60) -> bytes:
+def missing_onnx(data: Path) -> list[str]:
+    """The speech tokenizer's weights, while its ONNX file is not there to be copied."""
+    return [] if (data / "speech_tokenizer_v3.onnx").exists() else ["speech_tokenizer.pt"]
+
+
+def pack_held_out(data: Path, limit: int = 30) -> bytes:
     """Some held-out utterances with waves and tokens, for copy synthesis elsewhere."""
     shards = Shards(data)
     chosen = [i for i in shards.held_out if shards.is_tokenised(i)][:limit]
@@ -256,6 +316,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--minutes", type=float, default=22.0)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 2)
+    parser.add_argument("--hibari", type=Path, default=Path(".carry/hibari"), help="the unpacked teacher package")
+    parser.add_argument("--corpus", type=Path, default=Path(".carry/corpus.txt.xz"))
+    parser.add_argument("--hours", type=float, default=100.0, help="speech to make, at most")
+    parser.add_argument("--tokenizer-s", type=float, default=240.0, help="training time of the speech tokenizer")
     parser.add_argument("--toy", action="store_true")
     parser.add_argument("--foreground", action="store_true", help="do not become a daemon")
     parser.add_argument("--watch", type=float, help="wait this many seconds, report, copy")
@@ -270,7 +334,10 @@ def main(arguments: list[str] | None = None) -> None:
         detach(given.data)
         return
     now = time.time()
-    supervise(Plan(given.data, given.device, given.toy, now, now + 60 * given.minutes, given.workers))
+    supervise(Plan(
+        data=given.data, device=given.device, is_toy=given.toy, start=now, deadline=now + 60 * given.minutes,
+        workers=given.workers, hibari=given.hibari, corpus=given.corpus, hours=given.hours, tokenizer_s=given.tokenizer_s,
+    ))  # fmt: skip
 
 
 def detach(data: Path) -> None:

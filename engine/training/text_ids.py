@@ -72,13 +72,12 @@ def speech_tokens(session: Any, wave: torch.Tensor) -> NDArray[np.int16]:
 
 def shipped_prompts(data: Path) -> Iterator[tuple[int, str, str, NDArray[np.int16]]]:
     """(speaker label, name, transcript, tokens) of every prompt of a shipped voice; nothing before the tokenizer is exported."""
-    model = data / "out" / SPEECH_TOKENIZER
+    model = data / SPEECH_TOKENIZER
     if not model.exists():
         return
     session = _session(model, 2)
     labels = {voice.name: label for label, voice in enumerate(VOICES)}
     for path in sorted((data / "prompts").glob("*.wav")):
-        name = path.stem.split("-")[0]
-        if name in labels:
+        if path.stem in labels:
             transcript = path.with_suffix(".txt").read_text(encoding="utf-8").strip()
-            yield labels[name], name, transcript, speech_tokens(session, read_wave(path))
+            yield labels[path.stem], path.stem, transcript, speech_tokens(session, read_wave(path))

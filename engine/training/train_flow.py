@@ -137,7 +137,9 @@ def train(stage: Stage) -> None:
 
 def save(flow: Flow, ema: Ema, stage: Stage) -> None:
     with ema.applied():
-        save_half(stage.out / "flow.safetensors", flow.state_dict())
+        # float16 would round the rotary frequencies; the loader computes them
+        state = {name: value for name, value in flow.state_dict().items() if not name.endswith("inv_freq")}
+        save_half(stage.out / "flow.safetensors", state)
 
 
 if __name__ == "__main__":

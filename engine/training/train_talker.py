@@ -72,7 +72,7 @@ def drop_out(talker: Talker) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """starts, lengths [B, 7]: the segments of each row in the pool; paid [B]: how many segments the loss skips."""
+    """starts, lengths [B, 7]: each row's segments in the pool; free_prompt [B]: the loss looks at the prompt speech too."""
 
     starts: NDArray[np.int64]
     lengths: NDArray[np.int64]
@@ -203,31 +203,39 @@ def count_small(batches: list[Batch]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """ids [B, L] in the joint id space; targets [B, L] speech ids, -1 where the loss does not look."""
+    """ids [B, L] in the joint id space; targets [B, L] the speech id after each place."""
 
     ids: Tensor
     targets: Tensor
     is_speech: Tensor
+    counted: Tensor  # places, in the flattened [B * L], that the loss looks at
 
 
-def assemble(pool: Tensor, starts: Tensor, lengths: Tensor, free_prompt: Tensor, width: int) -> Rows:
+def assemble(pool: Tensor, batch: Batch) -> Rows:
     """Gather the segments of each row (sos, prefix, prompt text, text, task, prompt speech, speech) side by side.
 
-    The target of a position is the id after it; the position after the speech is eos. Pool places 0, 1, 2: sos, task, eos.
+    The target of a place is the id after it; after the speech comes eos. Pool places 0, 1, 2: sos, task, eos.
     """
+    counted = torch.from_numpy(counted_places(batch)).to(pool.device, non_blocking=True)
+    starts, lengths = (torch.from_numpy(a).to(pool.device, non_blocking=True) for a in (batch.starts, batch.lengths))
     ends = lengths.cumsum(1)  # [B, 7]
-    at = torch.arange(width + 1, device=pool.device).expand(len(starts), -1).contiguous()
+    at = torch.arange(batch.width + 1, device=pool.device).expand(len(starts), -1).contiguous()
     segment = torch.searchsorted(ends, at, right=True)  # 0..7, 7 is beyond the speech
     inside = segment.clamp(max=SEGMENTS - 1)
-    begins = ends - lengths
-    place = starts.gather(1, inside) + at - begins.gather(1, inside)
-    last = ends[:, -1:]
-    place = torch.where(at < last, place, 2)
-    ids = pool[place.clamp(max=len(pool) - 1)]
+    place = starts.gather(1, inside) + at - (ends - lengths).gather(1, inside)
+    ids = pool[torch.where(segment < SEGMENTS, place, 2)]
     is_speech = (segment == 6) | (segment == 5)
-    counts = (segment == 6) | ((segment == 5) & free_prompt[:, None]) | (at == last)
-    targets = torch.where(counts, ids, -1)[:, 1:]
-    return Rows(ids=ids[:, :-1], targets=targets, is_speech=is_speech[:, :-1])
+    return Rows(ids=ids[:, :-1], targets=ids[:, 1:], is_speech=is_speech[:, :-1], counted=counted)
+
+
+def counted_places(batch: Batch) -> NDArray[np.int64]:
+    """Flat places whose target is speech to be learnt or its eos; found on the host, so that no step waits for the device."""
+    ends = batch.lengths.cumsum(1)
+    first = np.where(batch.free_prompt, ends[:, 4], ends[:, 5]) - 1
+    counts = ends[:, 6] - first
+    row = np.repeat(np.arange(len(counts)), counts)
+    within = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
+    return row * batch.width + first[row] + within
 
 
 def loss_of(talker: Talker, rows: Rows, *, corrupted: float, smoothing: float) -> tuple[Tensor, Tensor]:
@@ -247,10 +255,8 @@ def loss_of(talker: Talker, rows: Rows, *, corrupted: float, smoothing: float) -
     speech = talker.speech_rows(torch.where(is_text, 0, ids))
     x = torch.where(is_text[..., None], text, speech)
     hidden = talker.hidden(F.dropout(x, DROPOUT, training=talker.training))
-    counted = rows.targets >= 0
-    flat = counted.flatten().nonzero().squeeze(1)
-    logits = talker.logits(hidden.flatten(0, 1)[flat]).float()
-    target = rows.targets.flatten()[flat]
+    logits = talker.logits(hidden.flatten(0, 1)[rows.counted]).float()
+    target = rows.targets.flatten()[rows.counted]
     total = logits.logsumexp(-1)
     right = logits.gather(1, target[:, None]).squeeze(1)
     even = (logits[:, :num_codes].sum(-1) + logits[:, num_codes + 1]) / (num_codes + 1)
@@ -280,18 +286,12 @@ def evaluate(talker: Talker, ema: Ema, apart: Pool, stage: Stage, tokens: int) -
     talker.eval()
     with ema.applied(), stage.autocast():
         results = [
-            torch.stack(loss_of(talker, put(apart.ids, batch), corrupted=0.0, smoothing=0.0))
+            torch.stack(loss_of(talker, assemble(apart.ids, batch), corrupted=0.0, smoothing=0.0))
             for batch in apart.epoch(np.random.default_rng(0), tokens)[:8]
         ]
     talker.train()
     mean = torch.stack(results).mean(0).tolist()
     return mean[0], mean[1]
-
-
-def put(pool: Tensor, batch: Batch) -> Rows:
-    starts, lengths, free = (torch.from_numpy(a).to(pool.device, non_blocking=True) for a in
-                             (batch.starts, batch.lengths, batch.free_prompt))  # fmt: skip
-    return assemble(pool, starts, lengths, free, batch.width)
 
 
 def fix_prompts(pool: Pool, stage: Stage) -> None:
@@ -317,13 +317,15 @@ def train(stage: Stage) -> None:
     apart = held_out(pool, shards, 400)
     rng = np.random.default_rng(stage.seed + int(1e6 * stage.budget.spent))
     tokens = 2048 if stage.is_toy else 65536
+    if not pool.fixed:
+        stage.log.info("no prompts of shipped voices yet")
     ticker = Ticker(stage.log, stage.budget)
     saved = refreshed = stage.budget.clock()
     while not stage.budget.is_over:
         for batch in pool.epoch(rng, tokens):
             set_rate(opt, stage.budget.rate(ticker.total_steps, peak=2e-3, floor=2e-5))
             with stage.autocast():
-                loss, accuracy = loss_of(talker, put(pool.ids, batch), corrupted=CORRUPTED, smoothing=SMOOTHING)
+                loss, accuracy = loss_of(talker, assemble(pool.ids, batch), corrupted=CORRUPTED, smoothing=SMOOTHING)
             opt.zero_grad(set_to_none=True)
             loss.backward()
             norm = nn.utils.clip_grad_norm_(talker.parameters(), 1.0)
@@ -343,6 +345,8 @@ def train(stage: Stage) -> None:
         if stage.budget.clock() - refreshed > 60 and stage.budget.spent < 0.7:
             refreshed = stage.budget.clock()
             shards.refresh()
+            if not pool.fixed:
+                fix_prompts(pool, stage)
             if more := pool.take(shards):
                 stage.log.info("took %d more utterances", more)
     save(talker, ema, stage)
