@@ -193,7 +193,7 @@ def candidates(scores: Tensor, lanes: Lanes) -> Candidates:
 def best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Ids and scores [B, count], best first, the lower id first among equals (plain topk leaves that open)."""
     if count > 256 or scores.shape[1] > 8192:
-        logp, ids = scores.sort(1, descending=True, stable=True)
+        logp, ids = scores.sort(dim=1, descending=True, stable=True)
         return ids[:, :count], logp[:, :count]
     bits = scores.float().contiguous().view(torch.int32).long()
     order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # as integers, float32 sorts by its bits once negatives flip
