@@ -48,6 +48,7 @@ class Session:
         self._clock = clock
         self._has_output = asyncio.Event()
         self._has_output.set()
+        self._is_over = False
         self._is_idle = asyncio.Event()  # set by the writer, when nothing is open and all is written
         self._protocol = SpeechProtocol(
             session=self.id,
@@ -84,6 +85,8 @@ class Session:
             await self._close(Close.INTERNAL, "internal error")
         finally:
             self._protocol.close()
+            self._is_over = True
+            self._is_idle.set()
             self._metrics.sessions -= 1
             await _end(tasks)
 
@@ -97,6 +100,8 @@ class Session:
         await self._close(Close.GOING_AWAY, "drained")
 
     async def _until_idle(self, deadline_s: float) -> None:
+        if self._is_over:
+            return
         self._is_idle.clear()
         self._has_output.set()
         with contextlib.suppress(TimeoutError):
