@@ -181,7 +181,7 @@ def read_state(folder: Path, stem: str) -> tuple[Path, State]:
     try:
         stored = load_file(file) if file.suffix == ".safetensors" else load_pickle(file)
     except (OSError, RuntimeError, pickle.UnpicklingError, SafetensorError, EOFError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{file.name} can't be read: {str(error).splitlines()[0][:200]}") from error
+        raise CheckpointError(f"{file.name} can't be read: {str(error)[:200] or type(error).__name__}") from error
     return file, cleaned(unwrapped(stored, file), file)
 
 

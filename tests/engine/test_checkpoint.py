@@ -1,0 +1,340 @@
+"""Checkpoints: every form that an official file comes in, and a named error for every way that one can be wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from engine.checkpoint import BACKBONE, INV_FREQ, CheckpointError, Settings, load, read_settings
+from engine.flow import Flow
+from engine.frontend import Tokenizer
+from engine.hift import Hift
+from engine.sampler import Sampling
+from engine.talker import Talker
+from engine.voices import read_voices
+from tests.random_checkpoint import SETTINGS, TINY, random_checkpoint
+
+State = dict[str, Tensor]
+
+
+@pytest.fixture(scope="module")
+def official(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_checkpoint(tmp_path_factory.mktemp("official"), suffix=".safetensors")
+
+
+@pytest.fixture
+def folder(official: Path, tmp_path: Path) -> Path:
+    """A copy to spoil: links to everything in the official folder."""
+    for file in official.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    return tmp_path
+
+
+def rewrite(folder: Path, stem: str, change: Callable[[State], Any]) -> None:
+    """Replaces STEM.safetensors by STEM.pt holding what `change` returns (None: the state it changed in place)."""
+    file = folder / f"{stem}.safetensors"
+    state = load_file(file)
+    changed = change(state)
+    file.unlink()
+    torch.save(state if changed is None else changed, folder / f"{stem}.pt")
+
+
+def hift_normed(state: State, gain: str, direction: str) -> State:
+    """Weight-normed as a file from training is: W = g * v / ||v|| with v twice W."""
+    plain = ("source_downs", "m_source", "f0_predictor.classifier")
+    out: State = {}
+    for key, value in state.items():
+        if not key.endswith(".weight") or key.startswith(plain):
+            out[f"generator.{key}"] = value
+            continue
+        stem = "generator." + key.removesuffix(".weight")
+        out[stem + gain] = value.norm(dim=(1, 2), keepdim=True)
+        out[stem + direction] = 2 * value
+    return out
+
+
+def weights(checkpoint: Any) -> State:
+    parts = {"llm": checkpoint.talker, "flow": checkpoint.flow, "hift": checkpoint.hift}
+    return {f"{name}:{key}": value for name, part in parts.items() for key, value in part.state_dict().items()}
+
+
+def assert_same_weights(found: Path, wanted: Path) -> None:
+    ours, theirs = weights(load(found, "cpu")), weights(load(wanted, "cpu"))
+    assert ours.keys() == theirs.keys()
+    for key, value in theirs.items():
+        torch.testing.assert_close(ours[key], value, rtol=1e-6, atol=1e-7, msg=key)
+
+
+def test_sizes_are_read_off_the_tensors(official: Path) -> None:
+    checkpoint = load(official, "cpu")
+    assert checkpoint.talker.shape == TINY.talker
+    assert checkpoint.flow.shape == TINY.flow
+    assert checkpoint.hift.shape == TINY.hift
+    assert checkpoint.settings == Settings()
+    for part in (checkpoint.talker, checkpoint.flow, checkpoint.hift):
+        assert not part.training and not any(p.requires_grad for p in part.parameters())
+
+
+def test_random_folder_holds_a_tokenizer_and_a_voice_that_fit(official: Path) -> None:
+    checkpoint = load(official, "cpu")
+    tokenizer = Tokenizer(checkpoint.tokenizer_dir)
+    assert tokenizer.size <= checkpoint.talker.shape.text_vocab
+    assert checkpoint.spk2info is not None
+    voice = read_voices(checkpoint.spk2info)["anna"]
+    assert tokenizer.end_of_prompt in voice.prompt_text
+
+
+def test_random_talker_runs_long_or_stops_as_asked(tmp_path: Path) -> None:
+    heads = {}
+    for scale in (0.0, 1.0):
+        talker = load(random_checkpoint(tmp_path / str(scale), stop_scale=scale), "cpu").talker
+        hidden = talker.hidden(talker.speech_rows(torch.arange(200)[None]))
+        heads[scale] = float(talker.logits(hidden).softmax(-1)[..., talker.shape.num_codes :].sum(-1).mean())
+    assert heads[0.0] < 1e-3 < 0.01 < heads[1.0]
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_files_are_cast_once(tmp_path: Path, suffix: str, dtype: torch.dtype) -> None:
+    checkpoint = load(random_checkpoint(tmp_path, suffix=suffix, dtype=dtype), "cpu")
+    pitch = "hift:f0_predictor."
+    assert {v.dtype for k, v in weights(checkpoint).items() if not k.startswith(pitch)} == {torch.float32}
+    assert {v.dtype for k, v in weights(checkpoint).items() if k.startswith(pitch)} == {torch.float64}
+
+
+def test_half_precision_models_keep_rotary_frequencies_and_vocoder_in_float32(official: Path) -> None:
+    checkpoint = load(official, "cpu", torch.bfloat16)
+    assert checkpoint.talker.speech_embedding.weight.dtype == torch.bfloat16
+    flow = checkpoint.flow.state_dict()
+    assert flow[INV_FREQ].dtype == torch.float32 and flow["input_embedding.weight"].dtype == torch.bfloat16
+    assert {v.dtype for v in checkpoint.hift.state_dict().values()} == {torch.float32, torch.float64}
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda s: {"state_dict": s, "epoch": 3},
+        lambda s: {"model": {"module": s}},
+        lambda s: {f"module.{k}": v for k, v in s.items()},
+        lambda s: {f"_orig_mod.{k}": v for k, v in s.items()},
+        lambda s: s | {"epoch": 7, "step": 100},
+    ],
+    ids=["state_dict", "model.module", "module prefix", "compiled", "counters"],
+)
+@pytest.mark.parametrize("stem", ["llm", "flow", "hift"])
+def test_wrapped_files_load_as_the_bare_one(
+    folder: Path, official: Path, stem: str, wrap: Callable[[State], Any]
+) -> None:
+    rewrite(folder, stem, wrap)
+    assert_same_weights(folder, official)
+
+
+def test_tied_head_and_stale_rotary_buffers_are_ignored(folder: Path, official: Path) -> None:
+    def change(state: State) -> None:
+        state["llm.model.lm_head.weight"] = state["llm.model.model.embed_tokens.weight"].clone()
+        state["llm.model.model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+
+    rewrite(folder, "llm", change)
+    assert_same_weights(folder, official)
+
+
+@pytest.mark.parametrize(
+    ("gain", "direction"),
+    [(".weight_g", ".weight_v"), (".parametrizations.weight.original0", ".parametrizations.weight.original1")],
+)
+def test_weight_norm_is_folded_in_either_form(folder: Path, official: Path, gain: str, direction: str) -> None:
+    def change(state: State) -> State:
+        return hift_normed(state, gain, direction) | {"discriminator.convs.0.weight": torch.zeros(2)}
+
+    rewrite(folder, "hift", change)
+    assert_same_weights(folder, official)
+
+
+def test_flow_without_rotary_buffer_takes_the_head_width_from_the_settings(folder: Path, official: Path) -> None:
+    rewrite(folder, "flow", lambda state: {k: v for k, v in state.items() if k != INV_FREQ})
+    settings = folder / "cosyvoice3.yaml"
+    settings.unlink()
+    settings.write_text(SETTINGS + "            dim_head: 32\n")
+    assert_same_weights(folder, official)
+
+
+@pytest.mark.parametrize(
+    ("stem", "change", "message"),
+    [
+        (
+            "llm",
+            lambda s: s.pop("llm_decoder.weight"),
+            r"llm.pt lacks the key 'llm_decoder.weight' of shape \[6761, 32\]",
+        ),
+        ("llm", lambda s: s.pop("speech_embedding.weight"), "llm.pt lacks the key 'speech_embedding.weight'"),
+        ("llm", lambda s: s.update(llm_embedding=torch.zeros(2)), r"unknown key 'llm_embedding' of shape \[2\]"),
+        ("flow", lambda s: s.pop("pre_lookahead_layer.conv2.bias"), r"flow.pt lacks .*conv2.bias' of shape \[80\]"),
+        (
+            "flow",
+            lambda s: s.update({"encoder.x": torch.zeros(1), "encoder.y": torch.zeros(1)}),
+            "encoder.x.*and 1 more",
+        ),
+        ("hift", lambda s: s.pop("conv_pre.weight"), "hift.pt lacks the key 'conv_pre.weight'"),
+        (
+            "hift",
+            lambda s: s.update({"ups.0.bias": torch.zeros(3)}),
+            r"hift.pt: 'ups.0.bias' is \[3\], expected \[16\]",
+        ),
+        ("hift", lambda s: s.update({"conv_pre.weight": torch.zeros(4)}), "hift.pt has tensors of impossible shapes"),
+        ("llm", lambda s: s.update({"llm_decoder.weight": [1]}), "llm.pt: 'llm_decoder.weight' is a list"),
+    ],
+)
+def test_keys_that_do_not_fit_are_named(folder: Path, stem: str, change: Callable[[State], Any], message: str) -> None:
+    def in_place(state: State) -> None:
+        change(state)
+
+    rewrite(folder, stem, in_place)
+    with pytest.raises(CheckpointError, match=message):
+        load(folder, "cpu")
+
+
+@pytest.mark.parametrize("form", [".safetensors", ".pt"])
+@pytest.mark.parametrize("content", [b"", b"not a checkpoint", b"PK\x03\x04 cut short", None], ids=str)
+@pytest.mark.parametrize("stem", ["llm", "flow", "hift"])
+def test_missing_or_corrupt_file_is_named(folder: Path, stem: str, content: bytes | None, form: str) -> None:
+    (folder / f"{stem}.safetensors").unlink()
+    if content is not None:
+        (folder / f"{stem}{form}").write_bytes(content)
+    with pytest.raises(CheckpointError, match=stem):
+        load(folder, "cpu")
+
+
+def test_truncated_file_is_named(folder: Path, official: Path) -> None:
+    (folder / "flow.safetensors").unlink()
+    (folder / "flow.safetensors").write_bytes((official / "flow.safetensors").read_bytes()[:5000])
+    with pytest.raises(CheckpointError, match="flow.safetensors can't be read"):
+        load(folder, "cpu")
+
+
+class Bomb:
+    def __reduce__(self) -> Any:
+        return Path.write_text, (Path("exploded"), "boom")
+
+
+def test_pickled_code_is_refused_and_not_run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    rewrite(folder, "llm", lambda _: Bomb())
+    with pytest.raises(CheckpointError, match="llm.pt can't be read"):
+        load(folder, "cpu")
+    assert not Path("exploded").exists()
+
+
+@pytest.mark.parametrize("text", ["{", "[]", None], ids=str)
+def test_missing_or_corrupt_backbone_config_is_named(folder: Path, text: str | None) -> None:
+    (folder / BACKBONE).unlink()
+    (folder / BACKBONE).mkdir()
+    if text is not None:
+        (folder / BACKBONE / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        load(folder, "cpu")
+
+
+def test_backbone_config_without_heads_is_named(folder: Path, official: Path) -> None:
+    config = json.loads((official / BACKBONE / "config.json").read_text())
+    del config["num_attention_heads"]
+    (folder / BACKBONE).unlink()
+    (folder / BACKBONE).mkdir()
+    (folder / BACKBONE / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="num_attention_heads"):
+        load(folder, "cpu")
+
+
+def test_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nowhere"):
+        load(tmp_path / "nowhere", "cpu")
+
+
+def test_cloning_is_refused_by_name_where_an_onnx_model_lacks(folder: Path) -> None:
+    with pytest.raises(CheckpointError, match="speech_tokenizer_v3.onnx"):
+        load(folder, "cpu").cloning_models()
+    (folder / "speech_tokenizer_v3.onnx").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="campplus.onnx"):
+        load(folder, "cpu").cloning_models()
+    (folder / "campplus.onnx").write_bytes(b"")
+    assert [p.name for p in load(folder, "cpu").cloning_models()] == ["speech_tokenizer_v3.onnx", "campplus.onnx"]
+
+
+# --- settings ----------------------------------------------------------------------------
+
+
+def settings_from(tmp_path: Path, text: str) -> Settings:
+    file = tmp_path / "cosyvoice3.yaml"
+    file.write_text(text)
+    return read_settings(file)
+
+
+def test_settings_are_read_through_tags_that_nothing_constructs(tmp_path: Path) -> None:
+    text = """
+__set_seed: !apply:os.system ["touch exploded"]
+rate: 0.5
+silent_tokens: [1, 2, 3]
+llm: !new:os.system
+    mix_ratio: [4, 12]
+    sampling: !name:os.system
+        top_p: 0.7
+        top_k: 20
+        win_size: 8
+        tau_r: 0.25
+flow: !new:a.b
+    decoder: !new:c.d
+        cfm_params: !new:e.f
+            content: {inference_cfg_rate: !ref <rate>}
+"""
+    settings = settings_from(tmp_path, text)
+    assert settings.sampling == Sampling(top_p=0.7, top_k=20, window=8, tau=0.25)
+    assert settings.mix == (4, 12) and settings.silent_ids == (1, 2, 3) and settings.guidance == 0.5
+
+
+def test_silent_settings_are_the_official_ones(tmp_path: Path) -> None:
+    assert settings_from(tmp_path, "sample_rate: 24000\n") == Settings() == read_settings(tmp_path / "none.yaml")
+    assert settings_from(tmp_path, SETTINGS) == Settings()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("sample_rate: 16000", "sample_rate_hz is 16000"),
+        ("sample_rate: fast", "sample_rate is 'fast', not a number"),
+        ("sample_rate: !ref <sample_rate>", "sample_rate"),
+        ("sample_rate: .inf", "sample_rate"),
+        ("llm: {sampling: {top_p: 7}}", "top_p 7"),
+        ("llm: {mix_ratio: [5]}", "mix_ratio"),
+        ("llm: {mix_ratio: 5}", "mix_ratio"),
+        ("x: !!python/object/apply:os.getcwd []", "can't be read"),
+        ("a: [", "can't be read"),
+        ("- 1", "holds a list"),
+    ],
+)
+def test_settings_that_no_model_can_have_are_named(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        settings_from(tmp_path, text)
+
+
+def test_saved_models_load_again(official: Path, tmp_path: Path) -> None:
+    """What training exports: the modules' own state dicts, halved, beside the other files."""
+    checkpoint = load(official, "cpu")
+    parts: dict[str, Talker | Flow | Hift] = {
+        "llm": checkpoint.talker,
+        "flow": checkpoint.flow,
+        "hift": checkpoint.hift,
+    }
+    for file in official.iterdir():
+        if file.suffix != ".safetensors":
+            (tmp_path / file.name).symlink_to(file)
+    for stem, part in parts.items():
+        save_file(
+            {key: value.contiguous() for key, value in part.state_dict().items()}, tmp_path / f"{stem}.safetensors"
+        )
+    assert_same_weights(tmp_path, official)
