@@ -778,11 +778,18 @@ class PagedAttention:
     def _attend_each(self, data: Tensor, q: Tensor) -> Tensor:
         out = []
         for index, unit in enumerate(self.units):
-            past = data[unit.step].index_select(2, self.tables[index])  # [2, kv, pages, W, H, E]
+            past = self._past(data[unit.step], index)  # [2, kv, pages, W, H, E]
             k, v = past.flatten(2, 3)[:, :, : unit.keys].to(q.dtype).transpose(2, 3).unbind(1)
             pair = q[2 * index : 2 * index + 2].transpose(1, 2)
             out.append(F.scaled_dot_product_attention(pair, k, v).transpose(1, 2).flatten(2))
         return out[0] if len(out) == 1 else torch.cat(out)
+
+    def _past(self, data: Tensor, index: int) -> Tensor:
+        """Pages of a unit out of data [2, kv, pages, W, H, E]; neighbouring pages are a view, which spares the copy."""
+        pages = self.units[index].pages
+        if pages == list(range(pages[0], pages[0] + len(pages))):
+            return data[:, :, pages[0] : pages[0] + len(pages)]
+        return data.index_select(2, self.tables[index])
 
     def _attend_packed(self, data: Tensor, q: Tensor) -> Tensor:
         branch = torch.arange(2, device=q.device)[None, :, None]

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from collections.abc import Callable, Iterable
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
@@ -48,13 +51,14 @@ class Fixture:
 
     @cached_property
     def weights(self) -> dict[str, Tensor]:
-        return load_file(self.folder / f"{self.name}.weights.safetensors")
+        stored = load_file(self.folder / f"{self.name}.weights.safetensors")
+        return {name: dense(name, stored.__getitem__, stored) for name in sorted({key.split("|")[0] for key in stored})}
 
     @cached_property
     def keys(self) -> list[str]:
         """Every tensor of the cases file, "case/tensor"."""
         with safe_open(self.folder / f"{self.name}.cases.safetensors", framework="pt") as file:
-            return sorted(file.keys())
+            return sorted({key.split("|")[0] for key in file.keys()})  # noqa: SIM118  (a file, not a mapping)
 
     def __contains__(self, key: str) -> bool:
         return key in self.keys
@@ -62,7 +66,7 @@ class Fixture:
     def tensor(self, key: str) -> Tensor:
         """One tensor by its "case/tensor" name."""
         with safe_open(self.folder / f"{self.name}.cases.safetensors", framework="pt") as file:
-            return file.get_tensor(key)
+            return dense(key, file.get_tensor, file.keys())
 
     def case(self, name: str) -> dict[str, Tensor]:
         """All tensors of one case, without the prefix."""
@@ -72,6 +76,29 @@ class Fixture:
     def groups(self) -> list[str]:
         """Prefixes of the tensors: the cases and the direct calls that stand beside them."""
         return sorted({key.rsplit("/", 1)[0] for key in self.keys})
+
+
+def dense(name: str, get: Callable[[str], Tensor], stored: Iterable[str]) -> Tensor:
+    """A stored tensor; of a sparse one (NAME|shape, NAME|index, NAME|value) the rest is zero."""
+    if name in stored:
+        return get(name)
+    value = get(f"{name}|value")
+    full = torch.zeros(get(f"{name}|shape").tolist(), dtype=value.dtype)
+    full.view(-1, value.shape[1])[get(f"{name}|index").long()] = value
+    return full
+
+
+def hift_noise(samples: int) -> Tensor:
+    """The vocoder fixture's noise, [samples, 9]: its recipe drawn on, its stored head checked."""
+    hift = fixture("hift")
+    recipe = re.search(r"manual_seed\((\d+)\)", hift.manifest["noise"]["recipe_of_this_fixture"])
+    assert recipe is not None, "the manifest tells the seed of its noise"
+    draw = torch.Generator().manual_seed(int(recipe[1]))
+    torch.rand(1, 9, generator=draw)
+    head = hift.tensor("noise/sine_noise")
+    noise = torch.rand(max(samples, len(head)), 9, generator=draw)
+    assert torch.equal(noise[: len(head)], head), "the recipe does not give the stored noise"
+    return noise[:samples]
 
 
 @cache

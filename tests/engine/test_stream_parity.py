@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,7 +9,7 @@ from torch import Tensor
 
 from engine.flow import Flow, FlowShape, FlowStore, FlowVoice
 from engine.hift import Hift, HiftShape, fold_weight_norm
-from tests.golden_fixtures import fixture
+from tests.golden_fixtures import fixture, hift_noise
 
 STREAM, FLOW, HIFT = fixture("stream"), fixture("flow"), fixture("hift")
 MEL_BOUND, WAVE_BOUND = 2e-4, 1e-3  # the manifest's; a wave from the given mels
@@ -38,13 +36,7 @@ def flow() -> Flow:
 @pytest.fixture(scope="module")
 def hift() -> Hift:
     """The vocoder with its fixture's noise, drawn as long as the longest case needs."""
-    recipe = re.search(r"manual_seed\((\d+)\)", HIFT.manifest["noise"]["recipe_of_this_fixture"])
-    assert recipe is not None
-    draw = torch.Generator().manual_seed(int(recipe[1]))
-    torch.rand(1, 9, generator=draw)
-    noise = torch.rand(960 * max(case["tokens"] for case in STREAM.cases.values()), 9, generator=draw)
-    head = HIFT.tensor("noise/sine_noise")[: len(noise)]
-    assert torch.equal(noise[: len(head)], head)
+    noise = hift_noise(960 * max(case["tokens"] for case in STREAM.cases.values()))
     state = fold_weight_norm(HIFT.weights)
     hift = Hift(HiftShape.from_state(state), noise=noise).eval()
     hift.load_state_dict(state)
