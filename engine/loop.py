@@ -314,8 +314,8 @@ class Engine:
         try:
             for utterance in utterances:
                 self.runner.check(utterance)
-        except TextTooLong as error:
-            self.scheduler.failed(lane, error)
+        except TextTooLong as too_long:
+            self.scheduler.failed(lane, too_long)
             return
         if self.scheduler.prepared(lane, clause, [utterance.lengths for utterance in utterances]):
             for number, utterance in enumerate(utterances):

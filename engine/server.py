@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import msgpack
 import torch
@@ -281,7 +282,8 @@ async def _serve(
     stop = asyncio.create_task(stopping.wait(), name="stop-signal")
     logger.info("ready: %s at %s", engine.model, socket)
     on_ready()
-    await asyncio.wait([running, stop], return_when=asyncio.FIRST_COMPLETED)
+    first: list[asyncio.Future[Any]] = [running, stop]
+    await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
     stop.cancel()
     engine.inbox.put(Stop())
     await asyncio.wait([running])

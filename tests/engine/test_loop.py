@@ -1,0 +1,478 @@
+"""The whole engine on a tiny random checkpoint: alone or in a crowd, cancelled, faulty, starved, and full again."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.batch import EngineFault, Launched, Segment
+from engine.messages import (
+    Audio,
+    Cancelled,
+    ClauseDone,
+    Done,
+    Failed,
+    Open,
+    Opened,
+    SamplingChoice,
+)
+from engine.scheduler import FlowRow
+from engine.voices import Voice
+from tests.engine.speaking import Speaking
+from tests.random_checkpoint import TINY, random_checkpoint
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+HOP = 25 * 960
+Make = Callable[..., Speaking]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_checkpoint(tmp_path_factory.mktemp("tiny"), TINY, voices=("anna", "bert"))
+
+
+@pytest.fixture(params=DEVICES)
+def make(request: pytest.FixtureRequest, folder: Path) -> Make:
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    request.addfinalizer(lambda: torch.set_num_threads(threads))
+    return lambda **settings: Speaking(folder, device=request.param, **settings)
+
+
+@pytest.fixture
+def speaking(make: Make) -> Speaking:
+    return make()
+
+
+def is_cpu(speaking: Speaking) -> bool:
+    return speaking.runner.models.device.type == "cpu"
+
+
+def assert_same_audio(speaking: Speaking, one: bytes, other: bytes) -> None:
+    """To the bit on the CPU. On CUDA rows share kernels, whose shapes and so whose rounding depend on the crowd."""
+    assert len(one) == len(other) > 0
+    if is_cpu(speaking):
+        assert one == other
+
+
+# Repeatable, alone or in a crowd
+
+
+def test_the_same_seed_gives_the_same_samples_and_another_seed_others(speaking: Speaking) -> None:
+    first, again, other = (speaking.speak(context, "Hi.", seed=seed) for context, seed in ((1, 7), (2, 7), (3, 8)))
+    assert_same_audio(speaking, first, again)
+    assert first != other
+    speaking.assert_empty()
+
+
+def test_a_retry_after_a_cancel_gives_the_same_samples(speaking: Speaking) -> None:
+    whole = speaking.speak(1, "Hi, you.", seed=7)
+    speaking.open(2, "Hi, you.", seed=7)
+    speaking.until_audio(2)
+    speaking.cancel(2)
+    speaking.finish([2])
+    assert whole.startswith(speaking.pcm(2)) or not is_cpu(speaking)
+    assert_same_audio(speaking, whole, speaking.speak(3, "Hi, you.", seed=7))
+
+
+def test_ten_contexts_at_once_equal_each_alone(make: Make) -> None:
+    texts = [
+        ("Yes.",),
+        ("No", "Hi."),
+        ("a",),
+        ("1",),
+        ("Hello.",),
+        ("Mm", "b", "c"),
+        ("Good.",),
+        ("Ha",),
+        ("Oh.",),
+        ("Z",),
+    ]
+    crowd, alone = make(), make()
+    for context, text in enumerate(texts):
+        crowd.open(context, *text, voice=("anna", "bert")[context % 2], seed=context)
+        crowd.step(3)  # they join one by one, each at another point of the others' work
+    crowd.finish(range(10))
+    for context, text in enumerate(texts):
+        own = alone.speak(context, *text, voice=("anna", "bert")[context % 2], seed=context)
+        assert_same_audio(crowd, own, crowd.pcm(context))
+    crowd.assert_empty()
+
+
+def test_neighbours_that_join_and_cancel_change_nothing(make: Make) -> None:
+    crowd, alone = make(), make()
+    crowd.open(0, "Hi, you.", seed=3)
+    for context in range(1, 6):
+        crowd.open(context, "Go.", voice="bert", seed=context)
+        crowd.step(11)
+        if context % 2:
+            crowd.cancel(context)
+    crowd.finish(range(6))
+    assert_same_audio(crowd, alone.speak(0, "Hi, you.", seed=3), crowd.pcm(0))
+    crowd.assert_empty()
+
+
+def test_waiting_for_credit_changes_no_sample(speaking: Speaking) -> None:
+    whole = speaking.speak(1, "Hi, you.", seed=3)
+    speaking.open(2, "Hi, you.", seed=3)
+    for position in range(0, len(whole) // 4 + HOP, 7_000):
+        speaking.credit(2, position)
+        speaking.step(40)
+    speaking.finish([2])
+    assert_same_audio(speaking, whole, speaking.pcm(2))
+
+
+# Against the models called directly
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_what_is_spoken_is_what_the_models_give_offline(
+    make: Make, monkeypatch: pytest.MonkeyPatch, streaming: bool
+) -> None:
+    speaking = make()
+    models, spoken, mels = speaking.runner.models, [], []
+    release, keep_mel = speaking.runner._release, speaking.runner._keep_mel
+
+    def kept(row: FlowRow, segment: Segment, mel: torch.Tensor, done: Launched) -> None:
+        mels.append(mel.clone())
+        keep_mel(row, segment, mel, done)
+
+    monkeypatch.setattr(speaking.runner, "_keep_mel", kept)
+    monkeypatch.setattr(
+        speaking.runner, "_release", lambda segment: (spoken.append(list(segment.tokens)), release(segment))
+    )
+    pcm = speaking.speak(1, "Hi.", streaming=streaming)
+    voice = speaking.runner.prefixes.voice(speaking.engine.reader.voices["anna"])
+    prompt = (voice.tokens[None], voice.mel[None], voice.embedding[None])
+    tokens = torch.tensor(spoken, device=models.device)
+    with torch.inference_mode():
+        mel = models.flow.offline(tokens, *prompt, streaming=streaming, finalize=True)
+        wave = models.hift.offline(torch.cat(mels, dim=1)[None])[0].cpu()
+    torch.testing.assert_close(torch.cat(mels, dim=1), mel[0], atol=1e-3, rtol=1e-3)
+    heard = torch.frombuffer(bytearray(pcm), dtype=torch.float32)
+    assert len(heard) == 960 * tokens.shape[1]
+    torch.testing.assert_close(heard, wave, atol=1e-3, rtol=0)
+
+
+# What a context hears
+
+
+def test_the_order_of_a_context_is_opened_taken_audio_done(speaking: Speaking) -> None:
+    speaking.speak(1, "Hi.", "Yes.")
+    names = [type(message).__name__ for message in speaking.said[1] if not isinstance(message, Audio)]
+    assert names[0] == "Opened"
+    assert names[-1] == "Done"
+    assert sorted(names[1:-1]) == ["ClauseDone", "ClauseDone", "ClauseTaken", "ClauseTaken"]
+    done = speaking.end(1)
+    assert isinstance(done, Done)
+    assert done.samples == len(speaking.pcm(1)) // 4
+    assert [m.samples for m in speaking.said[1] if isinstance(m, ClauseDone)][-1] == done.samples
+
+
+@pytest.mark.parametrize(
+    "text", ["", " ", "\n", "...", "!!!", "\U0001f642\U0001f642", "***", "---", "```", "\u200d", "\u0301"]
+)
+def test_text_with_nothing_to_say_is_done_without_a_sample(speaking: Speaking, text: str) -> None:
+    speaking.open(1, text, text)
+    speaking.finish([1])
+    assert isinstance(speaking.end(1), Done)
+    assert speaking.pcm(1) == b""
+
+
+def test_silent_clauses_between_others_add_nothing(speaking: Speaking) -> None:
+    plain = speaking.speak(1, "Hi.")
+    assert_same_audio(speaking, plain, speaking.speak(2, "Hi.", "...", "\U0001f642"))
+
+
+def test_a_long_clause_is_spoken_in_parts_and_done_once(speaking: Speaking) -> None:
+    sentence = "One little word and then another one, and so on and on it goes. "
+    speaking.speak(1, 4 * sentence)
+    assert sum(isinstance(message, ClauseDone) for message in speaking.said[1]) == 1
+    done = speaking.end(1)
+    assert isinstance(done, Done)
+    assert done.samples == len(speaking.pcm(1)) // 4 > 4 * HOP
+
+
+def test_an_instruction_and_a_sampling_choice_change_what_is_heard(speaking: Speaking) -> None:
+    standard = SamplingChoice(mode="standard", temperature=0.5, top_k=5)
+    plain = speaking.speak(1, "Hi.")
+    assert plain != speaking.speak(2, "Hi.", instruct="softly")
+    assert plain != speaking.speak(3, "Hi.", sampling=standard)
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("settings", "code"),
+    [
+        ({"voice": "nobody"}, "unknown_voice"),
+        ({"sampling": SamplingChoice(mode="best")}, "unsupported"),
+        ({"sampling": SamplingChoice(temperature=99.0)}, "unsupported"),
+        ({"sampling": SamplingChoice(top_p=float("nan"))}, "unsupported"),
+    ],
+    ids=str,
+)
+def test_an_impossible_open_is_refused_and_holds_nothing(speaking: Speaking, settings: Any, code: str) -> None:
+    speaking.open(1, "Hi.", **settings)
+    speaking.step()
+    failed = speaking.end(1)
+    assert isinstance(failed, Failed)
+    assert (failed.code, failed.retry) == (code, False)
+    assert [type(message) for message in speaking.said[1]] == [Failed]
+    speaking.assert_empty()
+
+
+def test_a_clause_that_is_too_long_names_value_and_limit(make: Make) -> None:
+    speaking = make(clause_tokens=10)
+    speaking.open(1, "This is longer than that.")
+    speaking.open(2, "Short.")
+    speaking.finish([1, 2])
+    failed = speaking.end(1)
+    assert isinstance(failed, Failed)
+    assert failed.code == "text_too_long"
+    assert "the limit is 10" in failed.message
+    assert "longer" not in failed.message  # no user text
+    assert isinstance(speaking.end(2), Done)
+
+
+def test_text_that_the_talker_cache_can_never_hold_is_refused(make: Make) -> None:
+    speaking = make(talker_pages=4)
+    speaking.open(1, "This will be far too long for four pages.")
+    speaking.finish([1])
+    failed = speaking.end(1)
+    assert isinstance(failed, Failed)
+    assert failed.code == "text_too_long"
+    assert "holds 128" in failed.message
+
+
+# Cancel
+
+
+@pytest.mark.parametrize("steps", [0, 1, 5, 40, 80, 120])
+def test_cancel_frees_everything_within_one_step(speaking: Speaking, steps: int) -> None:
+    speaking.open(1, "Hi, you.", "And you.")
+    speaking.step(steps)
+    speaking.cancel(1)
+    speaking.step()
+    assert isinstance(speaking.said[1][-1], Cancelled)
+    speaking.assert_empty()
+    speaking.step(3)
+    assert isinstance(speaking.said[1][-1], Cancelled)
+
+
+def test_after_two_hundred_cancels_at_random_nothing_is_left(speaking: Speaking) -> None:
+    dice = random.Random(1)
+    living: list[int] = []
+    for context in range(200):
+        speaking.open(context, "Hi, you.", "Yes.", voice=dice.choice(["anna", "bert"]), seed=context)
+        living.append(context)
+        speaking.step(dice.randrange(12))
+        while len(living) > dice.randrange(1, 10):
+            speaking.cancel(living.pop(dice.randrange(len(living))))
+    for context in living:
+        speaking.cancel(context)
+    speaking.finish(range(200))
+    speaking.assert_empty()
+    assert sum(isinstance(speaking.end(context), Cancelled) for context in range(200)) > 150
+
+
+# Faults
+
+
+def test_a_lane_whose_flow_gives_nan_ends_alone(make: Make) -> None:
+    speaking, alone = make(), make()
+    reader = speaking.engine.reader
+    broken = dataclasses.replace(reader.voices["bert"], id="broken", embedding=torch.full((192,), torch.nan))
+    reader.voices = {**reader.voices, "broken": broken}
+    speaking.open(1, "Hi, you.", seed=5)
+    speaking.open(2, "Hi, you.", voice="broken")
+    speaking.finish([1, 2])
+    failed = speaking.end(2)
+    assert isinstance(failed, Failed)
+    assert (failed.code, failed.retry) == ("engine_error", False)
+    assert_same_audio(speaking, alone.speak(1, "Hi, you.", seed=5), speaking.pcm(1))
+    speaking.assert_empty()
+
+
+def poison(speaking: Speaking, monkeypatch: pytest.MonkeyPatch, rows: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """The talker's prompt of everyone who speaks as bert goes through `rows`."""
+    prompt_rows = speaking.runner._prompt_rows
+
+    def poisoned(utterance: Any) -> torch.Tensor:
+        good = prompt_rows(utterance)
+        return rows(good) if utterance.voice.id == "bert" else good
+
+    monkeypatch.setattr(speaking.runner, "_prompt_rows", poisoned)
+
+
+def test_a_lane_whose_talker_gives_nan_ends_alone(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    speaking, alone = make(), make()
+    poison(speaking, monkeypatch, lambda rows: rows * torch.nan)
+    for context, voice in ((1, "anna"), (2, "bert"), (3, "anna")):
+        speaking.open(context, "Hi, you.", voice=voice, seed=context)
+    speaking.finish([1, 2, 3])
+    assert isinstance(speaking.end(2), Failed)
+    for context in (1, 3):
+        assert_same_audio(speaking, alone.speak(context, "Hi, you.", seed=context), speaking.pcm(context))
+    speaking.assert_empty()
+
+
+def test_an_exception_in_one_lane_ends_it_alone_on_the_cpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    speaking = Speaking(folder)
+    poison(speaking, monkeypatch, lambda rows: rows[:, :-1])  # a width that no layer takes
+    speaking.open(1, "Hi.")
+    speaking.open(2, "Hi.", voice="bert")
+    speaking.finish([1, 2])
+    assert isinstance(speaking.end(1), Done)
+    failed = speaking.end(2)
+    assert isinstance(failed, Failed)
+    assert "shape" not in failed.message  # no exception text
+    speaking.assert_empty()
+
+
+def test_an_exception_in_a_shared_launch_is_the_engines_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    speaking = Speaking(folder, rows_per_launch=12)
+    poison(speaking, monkeypatch, lambda rows: rows[:, :-1])
+    speaking.open(1, "Hi.")
+    speaking.open(2, "Hi.", voice="bert")
+    with pytest.raises(EngineFault):
+        speaking.finish([1, 2])
+    speaking.engine.abandon()
+    for context in (1, 2):
+        failed = speaking.end(context)
+        assert isinstance(failed, Failed)
+        assert (failed.code, failed.retry) == ("engine_restart", True)
+
+
+def test_broken_text_work_ends_its_context_only(speaking: Speaking, monkeypatch: pytest.MonkeyPatch) -> None:
+    utterances = speaking.engine.reader.utterances
+    monkeypatch.setattr(
+        speaking.engine.reader, "utterances", lambda job: 1 / 0 if "bad" in job.text else utterances(job)
+    )
+    speaking.open(1, "bad")
+    speaking.open(2, "Hi.")
+    speaking.finish([1, 2])
+    assert isinstance(speaking.end(1), Failed)
+    assert isinstance(speaking.end(2), Done)
+    speaking.assert_empty()
+
+
+def test_rows_that_share_a_launch_sound_like_rows_alone(folder: Path) -> None:
+    """Packed talker, flow and vocoder calls: tokens are equal here, samples to rounding."""
+    packed, alone = Speaking(folder, rows_per_launch=12), Speaking(folder)
+    for context in range(4):
+        packed.open(context, "Hi, you.", voice=("anna", "bert")[context % 2], seed=context)
+        packed.step(2)
+    packed.finish(range(4))
+    for context in range(4):
+        own = alone.speak(context, "Hi, you.", voice=("anna", "bert")[context % 2], seed=context)
+        one, other = (torch.frombuffer(bytearray(pcm), dtype=torch.float32) for pcm in (own, packed.pcm(context)))
+        torch.testing.assert_close(one, other, atol=2e-3, rtol=0)
+    packed.assert_empty()
+
+
+# Memory and order
+
+
+def test_a_context_that_used_its_credit_rests(speaking: Speaking) -> None:
+    speaking.open(1, "Hello there, you.")
+    speaking.credit(1, HOP)
+    speaking.until_audio(1, HOP)
+    speaking.step(200)
+    steps = speaking.engine.num_steps
+    assert HOP <= len(speaking.pcm(1)) // 4 < 2 * HOP
+    speaking.step(3)
+    assert speaking.engine.num_steps == steps
+    speaking.credit(1, 10**9)
+    speaking.finish([1])
+    assert isinstance(speaking.end(1), Done)
+
+
+def test_few_flow_pages_make_contexts_wait_or_be_refused_but_never_hang(make: Make) -> None:
+    speaking = make(flow_pages=8)
+    for context in range(4):
+        speaking.open(context, "Hi, you.", seed=context)
+    speaking.finish(range(4))
+    ends = [speaking.end(context) for context in range(4)]
+    assert any(isinstance(end, Done) for end in ends)
+    assert all(end.code == "overloaded" and end.retry for end in ends if isinstance(end, Failed))
+    speaking.assert_empty()
+
+
+def test_few_talker_pages_make_contexts_take_turns(make: Make) -> None:
+    speaking = make(talker_pages=9)
+    for context in range(3):
+        speaking.open(context, "Hi, you.", seed=context)
+    speaking.finish(range(3))
+    assert all(isinstance(speaking.end(context), Done) for context in range(3))
+    speaking.assert_empty()
+
+
+def test_a_voices_prompt_is_solved_once_and_its_pages_are_shared(speaking: Speaking) -> None:
+    solved = []
+    flow = speaking.runner.models.flow
+    solve = flow.solve_prefix
+    flow.solve_prefix = lambda voice, store: (solved.append(voice), solve(voice, store))[1]  # type: ignore[method-assign]
+    for context in range(4):
+        speaking.open(context, "Hi.", seed=context)
+    speaking.finish(range(4))
+    assert len(solved) == 1
+    assert speaking.runner.prefixes.num_pages == 1  # 40 tokens: one whole chunk
+    speaking.assert_empty()
+
+
+def test_an_unused_voice_gives_its_pages_up_when_they_are_needed(make: Make) -> None:
+    speaking = make(flow_pages=6)
+    for context, voice in enumerate(("anna", "bert", "anna")):
+        speaking.open(context, "Hi.", voice=voice)  # 40 + 80 tokens: five pages
+        speaking.finish([context])
+        assert isinstance(speaking.end(context), Done)
+    speaking.assert_empty()
+
+
+def test_gauges_follow_every_end_and_tell_that_all_is_free(speaking: Speaking) -> None:
+    speaking.speak(1, "Hi.")
+    speaking.step()
+    last = speaking.gauges[-1]
+    assert (last.lanes_used, last.talker_pages, last.flow_pages, last.hift_states, last.contexts) == (0, 0, 0, 0, 0)
+    assert last.steps > 0
+
+
+def test_one_lane_serves_a_queue_in_order(make: Make) -> None:
+    speaking = make(lanes=1, waiting=2)
+    for context in range(4):
+        speaking.open(context, "a")
+    speaking.finish(range(4))
+    assert [type(speaking.end(context)) for context in range(4)] == [Done, Done, Done, Failed]
+    assert isinstance(speaking.said[1][0], Opened)
+
+
+def test_the_warm_up_leaves_nothing_behind_and_says_nothing(speaking: Speaking) -> None:
+    speaking.engine.warm()
+    assert not speaking.said
+    assert speaking.runner.prefixes.num_pages == 2
+    speaking.assert_empty()
+
+
+def test_a_warm_up_that_fails_is_the_engines_fault(speaking: Speaking) -> None:
+    voices: dict[str, Voice] = dict(speaking.engine.reader.voices)
+    voices["anna"] = dataclasses.replace(voices["anna"], embedding=torch.full((192,), torch.nan))
+    speaking.engine.reader.voices = voices
+    with pytest.raises(EngineFault, match="warm-up"):
+        speaking.engine.warm()
+
+
+def test_an_open_of_full_response_is_what_a_full_profile_gives_everyone(make: Make) -> None:
+    by_wish = make().speak(1, "Hi.", streaming=False)
+    full = make(mode="full")
+    assert_same_audio(full, by_wish, full.speak(1, "Hi."))
+    full.tell(Open(context=2, epoch=0, voice="", seed=1))
