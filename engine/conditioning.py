@@ -46,11 +46,11 @@ class BadVoice(Exception):
 def _slaney_mel(hz: np.ndarray) -> np.ndarray:
     """Linear below 1 kHz (15 mel), then 27 mel for each factor of 6.4."""
     log_part = 15.0 + 27.0 * np.log(np.maximum(hz, 1000.0) / 1000.0) / math.log(6.4)
-    return np.where(hz < 1000.0, hz * 3.0 / 200.0, log_part)
+    return np.asarray(np.where(hz < 1000.0, hz * 3.0 / 200.0, log_part))
 
 
 def _slaney_hz(mel: np.ndarray) -> np.ndarray:
-    return np.where(mel < 15.0, mel * 200.0 / 3.0, 1000.0 * 6.4 ** ((mel - 15.0) / 27.0))
+    return np.asarray(np.where(mel < 15.0, mel * 200.0 / 3.0, 1000.0 * 6.4 ** ((mel - 15.0) / 27.0)))
 
 
 def slaney_filters(rate_hz: int, n_fft: int, bands: int) -> np.ndarray:
@@ -61,7 +61,7 @@ def slaney_filters(rate_hz: int, n_fft: int, bands: int) -> np.ndarray:
     rise = (bins - corners[:-2, None]) / np.diff(corners)[:-1, None]
     fall = (corners[2:, None] - bins) / np.diff(corners)[1:, None]
     area = (corners[2:] - corners[:-2])[:, None] / 2.0
-    return (np.maximum(0.0, np.minimum(rise, fall)) / area).astype(np.float32)
+    return np.asarray(np.maximum(0.0, np.minimum(rise, fall)) / area, dtype=np.float32)
 
 
 def _kaldi_filters() -> np.ndarray:
@@ -133,7 +133,7 @@ def kaldi_fbank(wave: Tensor) -> Tensor:
     before = torch.cat([frames[..., :1], frames[..., :-1]], dim=-1)
     frames = (frames - 0.97 * before) * _povey(wave.device, wave.dtype)
     power = torch.fft.rfft(frames, n=512).abs().square()  # [B, F, 257]
-    energies = power @ _filters("kaldi", wave.device, wave.dtype).T
+    energies: Tensor = power @ _filters("kaldi", wave.device, wave.dtype).T
     return energies.clamp(min=torch.finfo(torch.float32).eps).log()
 
 
@@ -228,7 +228,7 @@ def _read(path: Path) -> bytes:
 
 def _decode(data: bytes) -> tuple[np.ndarray, int]:
     """-> float32 [S, channels], sample rate; at most a little over MAX_SECONDS of it."""
-    import soundfile  # training runs on machines without it
+    import soundfile  # type: ignore[import-untyped]  # training runs on machines without it
 
     if not data:
         raise BadVoice("the file is empty: 0 bytes")
@@ -319,7 +319,7 @@ def _content_id(recording: Recording, transcript: str) -> str:
 
 
 def _session(path: Path, threads: int) -> Any:
-    import onnxruntime
+    import onnxruntime  # type: ignore[import-untyped]
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads

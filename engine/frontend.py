@@ -383,7 +383,8 @@ def _normalise_english(text: str) -> str:
 _GRAMMAR_FAULTS = (AssertionError, RuntimeError, ValueError, KeyError, IndexError)
 _MAX_GRAMMAR_CHARS = 300
 _UNTOUCHED = re.compile(r'(["\\\n]+|\b(?:Mon|Wed|Fri|Sat|Sun|[Nn][oO])\b)')  # escaped, dropped, read as "number"
-_NEEDS_GRAMMAR = re.compile(r"[^A-Za-z ,?!;:'’-]")
+_NEEDS_GRAMMAR = re.compile(r"[^A-Za-z ,?!;:'’-]|\b(?:Mr|Mrs|Ms|Jr|Sr)\b")
+_SENTENCE_END = re.compile(r"\b[a-z]+\.(?= |$)")  # the grammar's abbreviations are capitalised
 
 
 @lru_cache(maxsize=3)
@@ -402,7 +403,9 @@ def _rewrite(text: str, lang: str) -> str:
 
 
 def _rewrite_piece(text: str, lang: str) -> str:
-    if not _NEEDS_GRAMMAR.search(text) or (lang != "en" and not any(c.isdecimal() for c in text)):
+    if not _NEEDS_GRAMMAR.search(_SENTENCE_END.sub("", text)) or (
+        lang != "en" and not any(c.isdecimal() for c in text)
+    ):
         return text
     return "".join(_rewrite_words(part, lang) for part in _at_spaces(text, _MAX_GRAMMAR_CHARS))
 
