@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -273,7 +273,8 @@ def widen(x: Tensor, heads: int) -> Tensor:
     return x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
-class Span(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Span:
     """`count` new rows of one lane at positions start, start+1, ...; `pages` hold all its rows, 32 each, in order."""
 
     pages: list[int]
@@ -366,7 +367,7 @@ class Turn:
         return cls(slots, cos, sin, index([e - 1 for e in ends[1:]], device), decode, prefill)
 
 
-def index(values: Sequence[int], device: torch.device) -> Tensor:
+def index(values: Sequence[int] | list[list[int]], device: torch.device) -> Tensor:
     return torch.tensor(values).to(device, non_blocking=True)
 
 
@@ -381,7 +382,7 @@ def cache_rows(spans: Sequence[Span], device: torch.device) -> Tensor:
     held = [(s.pages + s.pages[:1] * num_pages)[:num_pages] for s in spans]
     rows = (index(held, device)[:, :, None] * PAGE_ROWS + torch.arange(PAGE_ROWS, device=device)).flatten(1)[
         :, :longest
-    ]  # type: ignore[arg-type]
+    ]
     if all(s.start + s.count == longest for s in spans):
         return rows
     lengths = index([s.start + s.count for s in spans], device)

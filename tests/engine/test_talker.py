@@ -23,7 +23,7 @@ END_OF_PROMPT = 151646
 TALKER, SAMPLER = Fixture("talker"), Fixture("sampler")
 PLAIN = [name for name in TALKER.cases if "sampler_returns" not in TALKER.cases[name]]
 WOVEN = [name for name in TALKER.cases if "sampler_returns" in TALKER.cases[name]]
-SPECIAL = SpecialIds.after(6561)
+SPECIAL = SpecialIds.after(TALKER.manifest["hyper_parameters"]["speech_token_size"])
 
 
 def filled_talker(fixture: Fixture) -> Talker:
@@ -397,3 +397,46 @@ def test_limits_hold_the_minimum_unless_asked_for_the_reference() -> None:
     assert [limits.mask(step) for step in (0, 5, 6)] == [Mask.CONTROLS, Mask.CONTROLS, Mask.NOTHING]
     assert limits.mask(0, reference_exact=True) == Mask.SOS
     assert [limits.is_over(step) for step in (59, 60)] == [False, True]
+
+
+# --- on the GPU ----------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-2), (torch.bfloat16, 0.5)], ids=str
+)
+def test_crowd_on_cuda_equals_dense_path(dtype: torch.dtype, tolerance: float) -> None:
+    torch.manual_seed(5)
+    shape = TalkerShape(hidden=128, intermediate=256, layers=3, heads=4, kv_heads=2, head_dim=32, text_vocab=100)
+    talker = Talker(shape).cuda().eval().requires_grad_(False)
+    ids = torch.randint(0, 6561, (6, 120), device="cuda")
+    wanted = talker.double().logits(talker.hidden(talker.speech_rows(ids)))
+    talker = talker.to(dtype)
+    store = store_for(talker)
+    lanes = [PagedLane(talker, store) for _ in ids]
+    starts = [10 * (i + 1) for i in range(6)]
+    rows = [talker.speech_rows(line) for line in ids]
+    spans = [lane.span(n) for lane, n in zip(lanes, starts, strict=True)]
+    talker.extend(torch.cat([line[:n] for line, n in zip(rows, starts, strict=True)]), spans, store)
+    for _ in range(50):
+        at = [lane.length for lane in lanes]
+        fed = torch.stack([line[n] for line, n in zip(rows, at, strict=True)])
+        logits = talker.logits(talker.extend(fed, [lane.span(1) for lane in lanes], store))
+        for i, n in enumerate(at):
+            torch.testing.assert_close(logits[i].double(), wanted[i, n], rtol=0, atol=tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_dense_path_trains_compiled_in_bfloat16() -> None:
+    shape = TalkerShape(hidden=64, intermediate=128, layers=2, heads=4, kv_heads=2, head_dim=16, text_vocab=100)
+    talker = Talker(shape).cuda()
+    hidden = torch.compile(talker.hidden)
+    rows = talker.speech_rows(torch.randint(0, 6561, (3, 64), device="cuda"))
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = talker.logits(hidden(rows)).float().logsumexp(-1).mean()
+    loss.backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in talker.parameters())
+    assert talker.llm_decoder.weight.grad is not None
