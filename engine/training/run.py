@@ -142,7 +142,7 @@ def jobs_of(plan: Plan) -> list[Job]:
     return [
         Job("teacher", [*python, "engine.training.teacher", "--hibari", str(plan.hibari), *corpus, "--data", str(data),
                         "--workers", str(plan.workers), "--hours", str(plan.hours)],
-            lambda: True, quiet=10, environment=one_thread),
+            lambda: True, quiet=10, environment=one_thread, product=data / "shard-00000.npz"),
         Job("bpe", [*python, "engine.training.tokenizer", *corpus, "--out", str(data / "CosyVoice-BlankEN")], lambda: True),
         Job("train_hift", plan.stage("train_hift", since=plan.start), lambda: num_shards(6)),
         Job("speech_tokenizer", [*python, "engine.training.speech_tokenizer", "train", *where,

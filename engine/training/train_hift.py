@@ -187,7 +187,7 @@ def fuse(hift: Hift, stage: Stage) -> None:
                 compiled(x, module.alpha).sum().backward()
         return True
 
-    if guarded(attempt, 60, stage.log, "compiling the activations"):
+    if guarded(attempt, 45, stage.log, "compiling the activations"):
         Snake.forward = lambda self, x: compiled(x, self.alpha)  # type: ignore[method-assign]
         stage.log.info("compiled the activations")
     hift.zero_grad(set_to_none=True)

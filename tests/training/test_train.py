@@ -1,0 +1,260 @@
+"""The training stages: what a batch holds, that a step learns, that a stage survives, resumes and leaves loadable files."""
+
+import logging
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from engine.conditioning import prompt_mel
+from engine.flow import Flow
+from engine.hift import Hift
+from engine.talker import Talker
+from engine.training import train_flow, train_hift, train_talker
+from engine.training.data import Shards, Utterance, write_npz, write_shard, write_tokens
+from engine.training.pace import Alarm, Budget, Ema, Stage, guarded, resume, save_half
+from engine.training.resident import Streams, Waves
+from engine.training.run import Job
+from engine.training.text_ids import TOKENIZER_FOLDER, TextIds
+from engine.training.tokenizer import train_bpe
+
+CPU = torch.device("cpu")
+WORDS = "the small train came late to town and nobody on it had seen a red door or an open window before".split()
+LOG = logging.getLogger("test")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One shard of tone bursts with texts and random tokens, two speakers, a tokenizer."""
+    folder = tmp_path_factory.mktemp("data")
+    rng = np.random.default_rng(0)
+    said = []
+    for number in range(40):
+        units = int(rng.integers(60, 120))
+        f0 = np.repeat(rng.uniform(100, 250, units), 2)
+        f0[:10] = 0
+        phase = np.cumsum(np.repeat(f0, 300) / 24000 * 2 * np.pi)
+        wave = 0.2 * np.sin(phase) * (np.repeat(f0, 300) > 0) + 0.01 * rng.standard_normal(600 * units)
+        text = " ".join(rng.choice(WORDS, int(rng.integers(1, 9)))).capitalize() + "."
+        phones = np.zeros(units, np.int16)
+        said.append(Utterance((wave * 32767).astype(np.int16), text, phones, f0.astype(np.float16), number % 2, None))
+    write_shard(folder, 0, said)
+    write_tokens(folder, 0, [rng.integers(0, 6561, len(u.wave) // 960).astype(np.int16) for u in said])
+    write_npz(folder / "speakers.npz", {"vectors": rng.standard_normal((2, 192)).astype(np.float32)})
+    train_bpe([u.text for u in said], folder / TOKENIZER_FOLDER)
+    return folder
+
+
+def stage_of(data: Path, seconds: float) -> Stage:
+    now = time.time()
+    return Stage(data=data, device=CPU, budget=Budget(now, now + seconds), is_toy=True, log=LOG, compile=False)
+
+
+# --- pace ------------------------------------------------------------------------------------------------------------
+
+
+def test_rate_follows_the_clock_and_not_the_steps() -> None:
+    now = [0.0]
+    budget = Budget(0.0, 100.0, clock=lambda: now[0])
+    assert budget.rate(0, peak=1.0, floor=0.0, warm_steps=10) == pytest.approx(0.1)
+    assert budget.rate(10_000, peak=1.0, floor=0.0) == pytest.approx(1.0)
+    now[0] = 50.0
+    assert budget.rate(10_000, peak=1.0, floor=0.0) == pytest.approx(0.5)
+    now[0] = 200.0
+    assert budget.is_over and budget.rate(1, peak=1.0, floor=0.25, warm_steps=1) == pytest.approx(0.25)
+
+
+def test_average_is_put_in_and_taken_out_again() -> None:
+    layer = torch.nn.Linear(3, 3)
+    ema = Ema(layer, 0.9)
+    before = layer.weight.detach().clone()
+    with torch.no_grad():
+        layer.weight.add_(1.0)
+    ema.update()
+    live = layer.weight.detach().clone()
+    with ema.applied():
+        assert not torch.equal(layer.weight, live) and not torch.equal(layer.weight, before)
+    assert torch.equal(layer.weight, live)
+
+
+def test_a_file_with_nan_is_never_written(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    save_half(path, {"a": torch.ones(2)})
+    with pytest.raises(FloatingPointError, match="x.safetensors"):
+        save_half(path, {"a": torch.tensor([1.0, float("nan")])})
+    kept = torch.nn.ParameterDict({"a": torch.zeros(2)})
+    assert resume(kept, path, LOG) and torch.equal(kept["a"].detach(), torch.ones(2))
+
+
+def test_weights_of_another_shape_are_not_resumed(tmp_path: Path) -> None:
+    save_half(tmp_path / "x.safetensors", {"a": torch.ones(3)})
+    assert not resume(torch.nn.ParameterDict({"a": torch.zeros(2)}), tmp_path / "x.safetensors", LOG)
+
+
+def test_guarded_work_is_cut_off_and_logged() -> None:
+    assert guarded(lambda: 7, 5, LOG, "quick") == 7
+    assert guarded(lambda: time.sleep(5), 1, LOG, "slow") is None
+    assert issubclass(Alarm, Exception)
+
+
+# --- batches ---------------------------------------------------------------------------------------------------------
+
+
+def test_crops_carry_the_mel_and_the_pitch_of_their_wave(data: Path) -> None:
+    waves = Waves(CPU, frames=60, judged=50, hours=0.1)
+    waves.take(Shards(data))
+    torch.manual_seed(0)
+    crops = waves.crops(16)
+    inner = prompt_mel(crops.wave).transpose(1, 2)
+    torch.testing.assert_close(crops.mel[:, :, 3:-3], inner[:, :, 3:-3], atol=1e-3, rtol=0)
+    assert set(crops.first_frame.tolist()) <= {0, 5, 10}
+    voiced = crops.f0[crops.f0 > 0]
+    assert len(voiced) and voiced.min() > 90
+
+
+def test_streams_pair_each_token_with_its_two_frames(data: Path) -> None:
+    shards = Shards(data)
+    streams = Streams(CPU, 2)
+    assert streams.take(shards) == 1 and streams.take(shards) == 0
+    said = shards.utterance(shards.train[0])
+    assert said.tokens is not None
+    start, end = streams._table[streams._table[:, 4] == said.speaker][0, :2].tolist()
+    tokens, mel = streams._pool
+    assert torch.equal(tokens[start:end], torch.from_numpy(np.array(said.tokens[: end - start])).long())
+    wave = torch.from_numpy(np.array(said.wave)).float()[None] / 32768
+    true = prompt_mel(wave)[0, : 2 * (end - start)]
+    torch.testing.assert_close(mel[2 * start : 2 * end].float(), true, atol=0.01, rtol=0)
+    cut = streams.spans(8, 30, lookahead=3, to_end=False)
+    assert cut.tokens.shape == (8, 33) and cut.mel.shape == (8, 60, 80)
+
+
+def pool_of(data: Path) -> tuple[train_talker.Pool, Talker]:
+    texts = TextIds(data)
+    talker = Talker(train_talker.shape_of(texts.vocabulary))
+    pool = train_talker.Pool(texts, talker.shape.speech_vocab, CPU)
+    shards = Shards(data)
+    said = shards.utterance(shards.train[0])
+    assert said.tokens is not None
+    pool.fix_prompt(said.speaker, said.text, np.array(said.tokens))
+    pool.take(shards)
+    return pool, talker
+
+
+def test_rows_are_what_serving_feeds(data: Path) -> None:
+    pool, talker = pool_of(data)
+    special, offset = talker.shape.special, talker.shape.speech_vocab
+    seen = set()
+    for batch in pool.epoch(np.random.default_rng(0), 2048):
+        rows = train_talker.assemble(pool.ids, batch)
+        for ids, targets, lengths, free in zip(rows.ids, rows.targets, batch.lengths, batch.free_prompt, strict=True):
+            _, prefix, prompt, text, _, speech, target = lengths.tolist()
+            words = 1 + prefix + prompt
+            made = talker.prefill_rows(
+                ids[1:words] - offset, ids[words : words + text] - offset, ids[words + text + 1 :][:speech]
+            )
+            is_text = ids >= offset
+            fed = torch.where(
+                is_text[:, None],
+                talker.text_rows((ids - offset).clamp(min=0)),
+                talker.speech_rows(torch.where(is_text, 0, ids)),
+            )
+            assert torch.equal(fed[: len(made)], made)
+            assert ids[words + text] == special.task
+            assert targets[len(made) + target - 1] == special.eos
+            assert ids[1 : 1 + prefix].sub(offset).tolist() == pool.texts.prefix
+            seen.add((bool(speech), bool(free)))
+    assert seen == {(True, True), (True, False), (False, False)}  # a pair, the served prompt, no prompt
+
+
+def test_the_loss_looks_at_speech_and_its_end_only(data: Path) -> None:
+    pool, talker = pool_of(data)
+    for batch in pool.epoch(np.random.default_rng(1), 2048):
+        rows = train_talker.assemble(pool.ids, batch)
+        looked = rows.targets.flatten()[rows.counted]
+        assert int((looked == talker.shape.special.eos).sum()) == len(batch.starts)
+        assert int(looked.max()) <= talker.shape.special.eos
+
+
+# --- learning --------------------------------------------------------------------------------------------------------
+
+
+def test_talker_learns_a_batch(data: Path) -> None:
+    torch.manual_seed(0)
+    pool, talker = pool_of(data)
+    train_talker.initialise(talker)
+    assert talker.llm_decoder.weight is talker.speech_embedding.weight
+    rows = train_talker.assemble(pool.ids, pool.epoch(np.random.default_rng(0), 512)[0])
+    opt = torch.optim.AdamW(talker.parameters(), lr=2e-3)
+    losses = []
+    for _ in range(6):
+        loss, _ = train_talker.loss_of(talker, rows, corrupted=0.0, smoothing=0.03)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_flow_learns_a_batch_under_both_masks(data: Path) -> None:
+    torch.manual_seed(0)
+    flow = Flow(train_flow.SHAPE)
+    train_flow.initialise(flow)
+    streams = Streams(CPU, 2)
+    streams.take(Shards(data))
+    batch = streams.spans(2, 30, lookahead=3, to_end=False)
+    opt = torch.optim.AdamW(flow.parameters(), lr=1e-3)
+    losses = []
+    for step in range(10):
+        loss = train_flow.loss_of(flow, batch, torch.randn(2, 192), causal=step % 2 == 0, to_end=False)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_dense_convolution_equals_the_grouped_one() -> None:
+    conv = torch.nn.Conv1d(32, 32, 5, groups=16)
+    x = torch.randn(2, 32, 20)
+    grouped = conv(x)
+    train_flow.densify(conv)
+    torch.testing.assert_close(conv(x), grouped)
+
+
+@pytest.mark.slow
+def test_vocoder_steps_with_judges_have_finite_gradients(data: Path) -> None:
+    torch.manual_seed(0)
+    hift = Hift(train_hift.SHAPE)
+    train_hift.initialise(hift)
+    waves = Waves(CPU, frames=train_hift.FRAMES, judged=train_hift.JUDGED, hours=0.1)
+    waves.take(Shards(data))
+    trainer = train_hift.Trainer(stage_of(data, 1), hift, train_hift.Spectra(waves._filters, waves._window))
+    for judged in (False, True):
+        losses = trainer.step(waves.crops(2), by_teacher=not judged, is_judged=judged)
+        assert all(torch.isfinite(value) for value in losses.values())
+        assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in hift.parameters())
+
+
+@pytest.mark.slow
+def test_stages_write_files_that_resume(data: Path) -> None:
+    for module, name in ((train_talker, "llm"), (train_flow, "flow")):
+        module.train(stage_of(data, 3))
+        path = data / "out" / f"{name}.safetensors"
+        assert path.stat().st_size < 16 * 2**20
+        module.train(stage_of(data, 2))
+
+
+# --- the supervisor --------------------------------------------------------------------------------------------------
+
+
+def test_a_failed_job_has_one_more_try_unless_its_product_is_there(tmp_path: Path) -> None:
+    job = Job("x", ["false"], lambda: True, product=tmp_path / "made")
+    job.result, job.tries = 1, 1
+    assert not job.is_over
+    (tmp_path / "made").touch()
+    assert job.is_over
+    job = Job("x", ["false"], lambda: True)
+    job.result, job.tries = 1, 2
+    assert job.is_over
