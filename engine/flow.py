@@ -681,10 +681,9 @@ class Flow(nn.Module):
             own = rows[unit.row].contexts[unit.step, :, index]
             tails.append(own if unit.is_first else h[place - 1, :, -context:])
         x = torch.cat((torch.stack(tails), h), dim=2)
-        for place, unit in enumerate(units):
-            is_last = place + 1 == len(units) or units[place + 1].is_first
-            if is_last:
-                rows[unit.row].contexts[unit.step, :, index] = x[place, :, unit.frames : unit.frames + context]
+        last = [place for place in range(len(units)) if place + 1 == len(units) or units[place + 1].is_first]
+        kept = [rows[units[place].row].contexts[units[place].step, :, index] for place in last]
+        torch._foreach_copy_(kept, [x[at, :, units[at].frames : units[at].frames + context] for at in last])
         return x
 
     def tables(self, frames: int) -> Tables:

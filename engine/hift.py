@@ -126,8 +126,8 @@ class LanePast:
                 tails.append(x.new_zeros(x.shape[1], steps))
         before = [tails[self.turn] for tails in self.tails]
         wide = torch.cat((before[0][None] if len(before) == 1 else torch.stack(before), x), dim=2)
-        for lane, (tail, length) in enumerate(zip(before, self.lengths, strict=True)):
-            tail.copy_(wide[lane, :, length : length + steps])
+        after = [wide[lane, :, length : length + steps] for lane, length in enumerate(self.lengths)]
+        torch._foreach_copy_(before, after)  # one launch for all lanes
         self.turn += 1
         return wide
 
@@ -322,7 +322,8 @@ class Hift(nn.Module):
         """
         end = start + samples
         if self._noise is None or len(self._noise) < end:
-            self._noise = self._load_noise(end).to(self.device, self.dtype)
+            with torch.inference_mode(False):  # a later training step may save it for backward
+                self._noise = self._load_noise(end).to(self.device, self.dtype)
         return self._noise[start:end]
 
     def _load_noise(self, samples: int) -> Tensor:

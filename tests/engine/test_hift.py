@@ -256,6 +256,13 @@ def test_every_weight_gets_a_gradient_in_a_batch_of_crops() -> None:
     assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in hift.parameters())
 
 
+def test_training_goes_on_after_a_look_at_the_stream() -> None:
+    hift = Hift(SMALL, noise=torch.rand(480 * 12, 9, dtype=torch.float64))
+    hift.push([hift.begin()], [torch.randn(80, 12)], [True])
+    hift.decode(torch.randn(1, 80, 12), hift.source(torch.full((1, 12), 200.0))).square().mean().backward()
+    assert hift.m_source.l_linear.weight.grad is not None
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_lanes_on_the_device_match_the_cpu(small: Hift) -> None:
