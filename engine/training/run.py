@@ -191,17 +191,20 @@ def write_status(folder: Path, plan: Plan, jobs: list[Job]) -> None:
 # --- watching --------------------------------------------------------------------------------------------------------
 
 
-def watch(data: Path, out: Path, seconds: float, *, with_tokens: bool) -> None:
+def watch(data: Path, out: Path | None, seconds: float, *, with_tokens: bool) -> None:
     """Wait, print a compact table, and leave the artefacts in `out`."""
     until = time.time() + seconds
     while time.time() < until and not (data / "log" / "done").exists():
         time.sleep(1.0)
     print_table(data)
-    if str(out):
+    if out is not None:
         copy_artefacts(data, out, with_tokens=with_tokens)
 
 
 def print_table(data: Path) -> None:
+    if not (data / "log" / "status.json").exists():
+        print("not started yet", *tail(data / "log" / "daemon.out", 15), sep="\n")
+        return
     status = json.loads((data / "log" / "status.json").read_text())
     now = time.time()
     print(f"t = {now - status['start']:.0f} s of {status['deadline'] - status['start']:.0f}; {hours_line(data)}")
@@ -323,7 +326,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--toy", action="store_true")
     parser.add_argument("--foreground", action="store_true", help="do not become a daemon")
     parser.add_argument("--watch", type=float, help="wait this many seconds, report, copy")
-    parser.add_argument("--out", type=Path, default=Path())
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--tokens", action="store_true", help="with --watch: copy text and tokens too")
     given = parser.parse_args(arguments)
     given.data.mkdir(parents=True, exist_ok=True)
