@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import importlib.resources
 import json
+import re
 import statistics
 import sys
 import tempfile
@@ -31,6 +32,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))
 SENTENCES = Path(__file__).with_name("sentences.txt")
 RATE_HZ = 16_000
+CLOCK = re.compile(r"\b(\d{1,2})[:.](\d\d)\b")  # Whisper writes 6:45 as 6.45 or 645
 
 
 @dataclass(slots=True)
@@ -96,7 +98,7 @@ class Listener:
         import jiwer
 
         take.heard = self.transcribe(take.wave)
-        reference, heard = self._level(take.sentence), self._level(take.heard)
+        reference, heard = (self._level(CLOCK.sub(r"\1\2", text)) for text in (take.sentence, take.heard))
         found = jiwer.process_words(reference, heard)
         take.words = len(reference.split())
         take.errors = found.substitutions + found.deletions + found.insertions
