@@ -285,7 +285,8 @@ class WavFile:
     """Takes samples into a WAV file."""
 
     def __init__(self, path: Path) -> None:
-        self._file = wave.open(str(path), "wb")  # noqa: SIM115 - closed by `close`
+        self._bytes = path.open("wb")  # noqa: SIM115 - closed by `close`
+        self._file = wave.open(self._bytes, "wb")
         self._file.setnchannels(1)
         self._file.setsampwidth(2)
         self._file.setframerate(RATE_HZ)
@@ -295,6 +296,7 @@ class WavFile:
 
     async def close(self) -> None:
         self._file.close()
+        self._bytes.close()
 
 
 class Player:

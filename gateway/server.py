@@ -115,10 +115,12 @@ class GatewayServer:
         return self._admit_speech(request) if path == wire.PATH else self._answer(path)
 
     def _admit_speech(self, request: Request) -> Response | None:
-        origin = request.headers.get("Origin")
-        if origin is not None and not self._is_allowed(origin, request.headers.get("Host", "")):
+        origins, hosts = request.headers.get_all("Origin"), request.headers.get_all("Host")
+        if len(origins) > 1 or len(hosts) > 1:
+            return refuse(HTTPStatus.BAD_REQUEST, "Origin and Host may be given once")
+        if origins and not self._is_allowed(origins[0], "".join(hosts)):
             return refuse(HTTPStatus.FORBIDDEN, "this origin may not connect")
-        offered = [name.strip() for name in request.headers.get("Sec-WebSocket-Protocol", "").split(",")]
+        offered = [name.strip() for name in ",".join(request.headers.get_all("Sec-WebSocket-Protocol")).split(",")]
         if "Upgrade" in request.headers and wire.SUBPROTOCOL not in offered:
             return refuse(HTTPStatus.BAD_REQUEST, f"subprotocol {wire.SUBPROTOCOL} must be offered")
         if self._is_draining:

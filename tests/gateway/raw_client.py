@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import msgpack
@@ -77,6 +77,13 @@ class RawClient:
                 while True:
                     await self.socket.recv()
         return self.socket.close_code
+
+
+async def until(condition: Callable[[], bool], patience_s: float = PATIENCE_S) -> None:
+    """Waits until it holds: for what goes on elsewhere and tells nobody."""
+    async with asyncio.timeout(patience_s):
+        while not condition():  # noqa: ASYNC110 - there is no event to wait for
+            await asyncio.sleep(0.005)
 
 
 def check_promises(messages: list[dict[str, Any]]) -> None:

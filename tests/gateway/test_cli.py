@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import asyncio
+import io
+import wave
+from pathlib import Path
+
+import pytest
+
+from gateway import cli
+from tests.gateway.conftest import Stack
+from tests.scripted_engine import tone
+
+PATIENCE_S = 20.0
+
+
+async def rill(*arguments: str) -> int:
+    """The command, on a thread of its own, since it runs its own loop."""
+    async with asyncio.timeout(PATIENCE_S):
+        return await asyncio.to_thread(cli.main, list(arguments))
+
+
+async def test_say_writes_a_wav_and_tells_the_figures(
+    stack: Stack, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "out.wav"
+    assert await rill("say", "Hello", "-o", str(path), "--url", stack.address, "--seed", "3", "--voice", "bert") == 0
+    with wave.open(str(path), "rb") as file:
+        assert (file.getnchannels(), file.getsampwidth(), file.getframerate()) == (1, 2, 24_000)
+        assert file.getnframes() == 5 * 1_200 == len(tone("bert", 3, 0, 0, 6_000)) // 4
+    said = capsys.readouterr().err
+    for words in ("first audio", "real-time factor", "seed 3", "voice bert"):
+        assert words in said
+
+
+async def test_say_reads_the_standard_input(stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello there.\nGood morning.\n"))
+    path = tmp_path / "out.wav"
+    assert await rill("say", "-", "-o", str(path), "--url", stack.address) == 0
+    with wave.open(str(path), "rb") as file:
+        assert file.getnframes() == 21 * 1_200
+
+
+async def test_nothing_to_say_is_no_failure(stack: Stack, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert await rill("say", "...", "-o", str(tmp_path / "out.wav"), "--url", stack.address) == 0
+    assert "nothing to say" in capsys.readouterr().err
+
+
+async def test_without_a_player_a_file_is_written(
+    stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "PLAYERS", ())
+    monkeypatch.chdir(tmp_path)
+    assert await rill("say", "Hello", "--url", stack.address) == 0
+    assert (tmp_path / "rill.wav").stat().st_size > 1_000
+    assert "rill.wav" in capsys.readouterr().err
+
+
+async def test_voices_lists_them(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
+    assert await rill("voices", "--url", stack.address) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["ada", "bert"]
+
+
+async def test_failures_are_one_line_and_an_exit_code(
+    stack: Stack, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "out.wav")
+    assert await rill("say", "Hi", "-o", out, "--url", stack.address, "--voice", "nobody") == 1
+    assert await rill("say", "Hi", "-o", out, "--url", "http://127.0.0.1:9") == 1
+    assert await rill("say", "Hi", "-o", str(tmp_path / "no" / "out.wav"), "--url", stack.address) == 1
+    assert await rill("serve", "--config", str(tmp_path / "none.toml")) == 2
+    assert await rill("serve", "--host", "0.0.0.0") == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 5 and all(line.startswith("rill: ") for line in lines)
