@@ -125,11 +125,12 @@ class TimeEmbed(nn.Module):
         )
 
     def forward(self, t: Tensor) -> Tensor:
-        """t [B] in 0..1 -> [B, D]."""
+        """t [B] in 0..1 -> [B, D] in the weights' dtype; the angles, up to 1000, stay in t's."""
         rank = torch.arange(TIME_FREQUENCIES, device=t.device, dtype=torch.float32)
         frequency = torch.exp(rank * (-math.log(10_000) / (TIME_FREQUENCIES - 1))).to(t.dtype)
         angle = 1000 * t[:, None] * frequency
-        return self.time_mlp(torch.cat((angle.sin(), angle.cos()), dim=-1))
+        features = torch.cat((angle.sin(), angle.cos()), dim=-1)
+        return self.time_mlp(features.to(self.time_mlp[0].weight.dtype))
 
 
 class ConvPos(nn.Module):
@@ -319,6 +320,7 @@ class FlowRow:
     frames_solved: int = 0  # solved by this row itself (a shared prefix is not counted)
     steps_done: int = 0
     staged: Staged | None = None
+    is_ended: bool = False  # the final tokens are in
     is_closed: bool = False
 
     @property
@@ -423,11 +425,16 @@ class Flow(nn.Module):
 
     def speaker(self, embedding: Tensor) -> Tensor:
         """[B, 192], any length -> [B, M]."""
-        return self.spk_embed_affine_layer(F.normalize(embedding.to(self.dtype), dim=1, eps=1e-12))
+        return self.spk_embed_affine_layer(F.normalize(embedding.to(self.wide), dim=1, eps=1e-12).to(self.dtype))
 
     @property
     def dtype(self) -> torch.dtype:
         return self.spk_embed_affine_layer.weight.dtype
+
+    @property
+    def wide(self) -> torch.dtype:
+        """Of the state x, the times and the mel: float32 at least, since ten steps would add up rounding."""
+        return torch.promote_types(self.dtype, torch.float32)
 
     @property
     def device(self) -> torch.device:
@@ -440,8 +447,8 @@ class Flow(nn.Module):
         return (index[None, :] < end[:, None])[None]
 
     def grid(self) -> Tensor:
-        """The eleven times of the cosine schedule, [S + 1], in the flow's dtype."""
-        line = torch.linspace(0, 1, self.shape.steps + 1, dtype=self.dtype)
+        """The eleven times of the cosine schedule, [S + 1]."""
+        line = torch.linspace(0, 1, self.shape.steps + 1, dtype=self.wide)
         return 1 - torch.cos(line * 0.5 * math.pi)
 
     def times(self) -> tuple[Tensor, list[float]]:
@@ -478,16 +485,17 @@ class Flow(nn.Module):
         check_frames(frames)
         cond = torch.zeros_like(mu)
         cond[:, :, : prompt_mel.shape[1]] = prompt_mel.transpose(1, 2)[:, :, :frames]
-        x = flow_noise(frames).to(mu)[None]
+        x = flow_noise(frames).to(self.device, self.wide)[None]
         mask = self.chunk_mask(frames) if streaming else None
         for t, dt in zip(*self.times(), strict=True):
             x = x + dt * self.guided(x, mu, spk, cond, t, mask)
-        return x[:, :, prompt_mel.shape[1] :].to(torch.promote_types(self.dtype, torch.float32))
+        return x[:, :, prompt_mel.shape[1] :]
 
     def guided(self, x: Tensor, mu: Tensor, spk: Tensor, cond: Tensor, t: Tensor, mask: Tensor | None) -> Tensor:
         """Velocity with classifier-free guidance: the second row has no mu, speaker and cond. -> [1, M, T]."""
         pair = [torch.cat((part, torch.zeros_like(part))) for part in (mu, spk, cond)]
-        given, free = self.estimate(torch.cat((x, x)), *pair, t.expand(2), mask).chunk(2)
+        both = torch.cat((x, x)).to(mu.dtype)
+        given, free = self.estimate(both, *pair, t.expand(2), mask).to(x.dtype).chunk(2)
         return (1 + self.shape.cfg) * given - self.shape.cfg * free
 
     # Incremental: rows, chunks, pages.
@@ -551,10 +559,12 @@ class Flow(nn.Module):
         """
         assert row.staged is None, "a row is solved piece by piece: finish the staged one first"
         assert not row.is_closed, "a closed row has no pages"
+        assert not row.is_ended, "nothing follows the final tokens: their chunk may be a partial one"
         total = len(row.ids) + len(tokens)
         end = self._end_frame(total, is_final)
         check_frames(end)
         row.ids = torch.cat((row.ids, tokens.to(row.ids)))
+        row.is_ended = is_final
         if end <= row.frames:
             return 0
         row.staged = self._stage(row, row.frames, end, is_final)
@@ -652,13 +662,15 @@ class Flow(nn.Module):
         """x [U, width, M] -> guided velocity [U, width, M]. Both branches of a unit are neighbours: [U*2, ...]."""
         num_units, width, _ = x.shape
         net, steps = self.estimator, [unit.step for unit in units]
-        h = F.linear(x, net.input_embed.proj.weight[:, : self.shape.mel])[:, None] + self._bases(rows, width)
+        h = F.linear(x.to(self.dtype), net.input_embed.proj.weight[:, : self.shape.mel])[:, None] + self._bases(
+            rows, width
+        )
         h = (self._conv_pos(h, units, rows) + h).flatten(0, 1)  # [U*2, width, D]
         rotary = tuple(stacked(part, units, width) for part in (tables.cos, tables.sin))
         pages = PagedAttention(store, units, width)
         for layer, block in enumerate(net.transformer_blocks):
             h = block(h, by_step(tables.blocks[:, layer], steps), rotary, pages.layer(layer))
-        v = net.head(h, by_step(tables.final, steps)).unflatten(0, (num_units, 2))
+        v = net.head(h, by_step(tables.final, steps)).to(x.dtype).unflatten(0, (num_units, 2))
         return torch.lerp(v[:, 1], v[:, 0], 1 + self.shape.cfg)
 
     def _bases(self, rows: Sequence[FlowRow], width: int) -> Tensor:
@@ -697,7 +709,7 @@ class Flow(nn.Module):
         times, spans = self.times()
         blocks, final = self.estimator.modulations(times)
         cos, sin = self.estimator.rotary_embed.table(torch.arange(frames, device=self.device))
-        noise = flow_noise(frames).T.contiguous().to(self.device, self.dtype)
+        noise = flow_noise(frames).T.contiguous().to(self.device, self.wide)
         return Tables(spans, blocks.transpose(0, 1)[:, :, None].contiguous(), final[:, None], cos, sin, noise)
 
 

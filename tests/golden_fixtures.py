@@ -10,6 +10,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
+
+from engine.flow import Flow, FlowShape
 
 TESTS = Path(__file__).resolve().parent
 
@@ -99,6 +102,22 @@ def hift_noise(samples: int) -> Tensor:
     noise = torch.rand(max(samples, len(head)), 9, generator=draw)
     assert torch.equal(noise[: len(head)], head), "the recipe does not give the stored noise"
     return noise[:samples]
+
+
+def fixture_flow() -> Flow:
+    """The flow fixture's network, sized by its weights and its manifest."""
+    flow = fixture("flow")
+    about = flow.manifest["hyper_parameters"]
+    shape = replace(
+        FlowShape.from_state(flow.weights),
+        chunk_frames=about["dit"]["static_chunk_size"],
+        lookahead=about["pre_lookahead_len"],
+        steps=about["cfm"]["n_timesteps"],
+        cfg=about["cfm"]["inference_cfg_rate"],
+    )
+    net = Flow(shape).eval()
+    net.load_state_dict(flow.weights)
+    return net
 
 
 @cache

@@ -13,7 +13,7 @@ import engine.flow as flow_module
 from engine.cache import OutOfPages
 from engine.flow import Flow, FlowPrefix, FlowRow, FlowShape, FlowStore, FlowVoice, TooManyFrames
 from engine.noise import flow_noise
-from tests.golden_fixtures import fixture
+from tests.golden_fixtures import fixture, fixture_flow
 
 GOLDEN = fixture("flow")
 MEL_BOUND = 2e-4  # the manifest's advice for mel outputs and for one estimator call in float32
@@ -28,9 +28,7 @@ def error(a: Tensor, b: Tensor) -> float:
 
 @pytest.fixture(scope="module")
 def reference() -> Flow:
-    flow = Flow(FlowShape.from_state(GOLDEN.weights)).eval()
-    flow.load_state_dict(GOLDEN.weights)
-    return flow
+    return fixture_flow()
 
 
 def voice_of(case: dict[str, Tensor]) -> FlowVoice:
@@ -306,6 +304,29 @@ def test_too_many_frames_and_too_few_pages_leave_the_row_as_it_was(small: Flow) 
     with pytest.raises(OutOfPages):
         small.step([row], store)
     assert row.steps_done == 0 and store.pool.num_used == 0
+
+
+def test_bfloat16_weights_keep_state_and_times_in_float32(small: Flow) -> None:
+    flow = Flow(SMALL)
+    flow.load_state_dict(small.state_dict())
+    inv_freq = flow.estimator.rotary_embed.inv_freq.clone()
+    flow = flow.bfloat16().eval()
+    flow.estimator.rotary_embed.inv_freq = inv_freq  # a checkpoint's loader leaves it in float32
+    voice, tokens = make_voice(30, 2), make_tokens(40, 2)
+    store = FlowStore(SMALL, 8, dtype=torch.bfloat16)
+    mel = torch.cat(stream(flow, flow.row(voice), store, tokens, [40]), dim=1)
+    want = offline(small, voice, tokens)
+    assert mel.dtype == flow.times()[0].dtype == torch.float32
+    assert error(mel.double(), want) < 0.03 * float(want.abs().max())
+    assert error(mel, offline(flow, voice, tokens)) < 0.03 * float(want.abs().max())
+
+
+def test_nothing_follows_the_final_tokens(small: Flow) -> None:
+    row, store = small.row(make_voice(10, 1)), make_store()
+    small.begin(row, make_tokens(5, 1), is_final=True)
+    solve(small, row, store)
+    with pytest.raises(AssertionError, match="final tokens"):
+        small.begin(row, make_tokens(5, 2), is_final=True)
 
 
 def test_a_failed_prefix_keeps_no_page(small: Flow) -> None:

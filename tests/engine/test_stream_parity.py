@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.flow import Flow, FlowShape, FlowStore, FlowVoice
+from engine.flow import Flow, FlowStore, FlowVoice
 from engine.hift import Hift, HiftShape, fold_weight_norm
-from tests.golden_fixtures import fixture, hift_noise
+from tests.golden_fixtures import fixture, fixture_flow, hift_noise
 
-STREAM, FLOW, HIFT = fixture("stream"), fixture("flow"), fixture("hift")
+STREAM, HIFT = fixture("stream"), fixture("hift")
 MEL_BOUND, WAVE_BOUND = 2e-4, 1e-3  # the manifest's; a wave from the given mels
 pytestmark = pytest.mark.golden
 
@@ -28,9 +28,7 @@ def rms_bound(name: str) -> float:
 
 @pytest.fixture(scope="module")
 def flow() -> Flow:
-    flow = Flow(FlowShape.from_state(FLOW.weights)).eval()
-    flow.load_state_dict(FLOW.weights)
-    return flow
+    return fixture_flow()
 
 
 @pytest.fixture(scope="module")
