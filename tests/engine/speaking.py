@@ -56,7 +56,7 @@ class Speaking:
     def __init__(self, folder: Path, *, device: str = "cpu", **settings: Any) -> None:
         defaults = {"device": device, "dtype": "float32", "lanes": 12, "threads": 1, "talker_pages": 0, "flow_pages": 0}
         chosen = EngineConfig(**{**defaults, **settings}).resolved(has_cuda=device != "cpu")
-        checkpoint = checkpoints.load(folder, device, torch.float32)
+        checkpoint = checkpoints.load(folder, device, getattr(torch, chosen.dtype))
         voices = read_voices(folder / "spk2info.pt")
         reader = Reader(
             Tokenizer(checkpoint.tokenizer_dir),
