@@ -285,8 +285,8 @@ class WavFile:
     """Takes samples into a WAV file."""
 
     def __init__(self, path: Path) -> None:
-        self._bytes = path.open("wb")  # noqa: SIM115 - closed by `close`
-        self._file = wave.open(self._bytes, "wb")
+        self._bytes = path.open("wb")
+        self._file = wave.open(self._bytes, "wb")  # noqa: SIM115 - closed by `close`
         self._file.setnchannels(1)
         self._file.setsampwidth(2)
         self._file.setframerate(RATE_HZ)

@@ -1,0 +1,52 @@
+"""How `rill serve` starts and ends."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import ROOT, Rill, end, start, wait_until
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_a_signal_ends_both_processes_cleanly(config: Path, number: int) -> None:
+    rill = start(config)
+    children = [Path("/proc") / str(rill.child(module)) for module in ("engine", "gateway")]
+    assert end(rill.process, number) == 0
+    wait_until(lambda: not any(child.exists() for child in children), 5)
+    assert rill.lines.get(timeout=5) is None  # nothing was printed after the address
+
+
+def test_two_servers_at_one_port_say_so(rill: Rill, config: Path) -> None:
+    port = rill.address.rstrip("/").rsplit(":", 1)[1]
+    second = subprocess.run(
+        [sys.executable, "-m", "gateway.cli", "serve", "--config", str(config), "--port", port],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert second.returncode == 1
+    assert f"can't listen at 127.0.0.1 port {port}" in second.stderr
+    assert second.stdout == ""
+
+
+def test_a_checkpoint_that_is_not_there_is_a_clear_end(tmp_path: Path) -> None:
+    profile = tmp_path / "profile.toml"
+    profile.write_text('[model]\ncheckpoint = "/no/such/folder"\n')
+    ended = subprocess.run(
+        [sys.executable, "-m", "gateway.cli", "serve", "--config", str(profile), "--port", "0"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 1
+    assert "/no/such/folder" in ended.stderr
+    assert "rill: the engine ended with code 2 before it was ready" in ended.stderr
