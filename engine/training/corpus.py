@@ -37,8 +37,9 @@ _STREETS = (
 )
 _STREET_KINDS = ("Street", "Avenue", "Road", "Lane", "Drive", "Boulevard", "Court", "Square")
 _SURNAMES = (
-    "Smith", "Johnson", "Williams", "Brown", "Jones", "Miller", "Davis", "Wilson", "Anderson", "Taylor", "Thomas", "Moore",
-    "Martin", "Jackson", "Thompson", "White", "Lee", "Harris", "Clark", "Lewis", "Robinson", "Walker", "Young", "Allen",
+    "Smith", "Johnson", "Williams", "Brown", "Jones", "Miller", "Davis", "Wilson", "Anderson", "Taylor", "Thomas",
+    "Moore", "Martin", "Jackson",
+    "Thompson", "White", "Lee", "Harris", "Clark", "Lewis", "Robinson", "Walker", "Young", "Allen",
     "King", "Wright", "Scott", "Hill", "Green", "Adams", "Baker", "Nelson", "Carter", "Mitchell", "Turner", "Phillips",
     "Campbell", "Parker", "Evans", "Edwards", "Collins", "Stewart", "Morris", "Murphy", "Cook", "Rogers", "Morgan",
     "Cooper", "Peterson", "Reed", "Bailey", "Bell", "Kelly", "Howard", "Ward", "Cox", "Richardson", "Wood", "Watson",

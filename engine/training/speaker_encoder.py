@@ -179,6 +179,7 @@ def main() -> None:
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
     parser.add_argument("--toy", action="store_true")
     args = parser.parse_args()
+    torch.backends.cudnn.allow_tf32 = False  # resampling wants all of float32
     export(train(args.data, args.budget, args.device, args.toy), args.data)
 
 

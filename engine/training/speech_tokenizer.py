@@ -447,7 +447,6 @@ def num_tokens(units: int) -> int:
 
 def tokenise(folder: Path, device: torch.device, follow: bool, idle_s: float) -> None:
     """Tokenise the shards that have no tokens yet; with ``follow``, go on until none has come for ``idle_s``."""
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     while not (folder / MODEL_FILE).exists():
         time.sleep(1)
     model = read_model(folder, device)
@@ -478,6 +477,7 @@ def main() -> None:
     parser.add_argument("--follow", action="store_true")
     parser.add_argument("--idle", type=float, default=60.0, help="seconds without a new shard that end --follow")
     args = parser.parse_args()
+    torch.backends.cudnn.allow_tf32 = False  # resampling and the ids want all of float32
     if args.stage == "tokenise":
         tokenise(args.data, args.device, args.follow, args.idle)
         return
