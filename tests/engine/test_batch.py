@@ -1,0 +1,97 @@
+"""What a part may take of the device, and how voices' prompts share and give up their pages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.batch import Prefixes, Segment, Utterance, part_limits
+from engine.cache import OutOfPages
+from engine.flow import Flow, FlowStore
+from engine.frontend import Prompt
+from engine.noise import MAX_FRAMES
+from engine.sampler import Mask, Sampling
+from engine.scheduler import Lengths, Part
+from engine.talker import Limits, SilentRunFilter
+from engine.voices import Voice
+from tests.random_checkpoint import TINY, flow_state, random_voice
+
+
+def a_voice(name: str = "anna", tokens: int = 60) -> Voice:
+    return random_voice(name, tokens, torch.Generator().manual_seed(len(name)))
+
+
+def an_utterance(*, text: int = 4, has_prompt_speech: bool = True) -> Utterance:
+    prompt = Prompt(
+        prompt_text=(1, 2, 3), text=tuple(range(text)), has_prompt_speech=has_prompt_speech, num_target=text
+    )
+    voice = a_voice()
+    limits = part_limits(text, voice)
+    return Utterance(voice=voice, prompt=prompt, limits=limits, sampling=Sampling(), seed=9, is_streaming=True)
+
+
+def test_the_prefill_is_sos_prompt_text_text_task_and_prompt_speech() -> None:
+    assert an_utterance().prefill_rows == 1 + 3 + 4 + 1 + 60
+    assert an_utterance(has_prompt_speech=False).prefill_rows == 1 + 3 + 4 + 1
+    assert an_utterance().most_rows == 69 + 80
+    assert an_utterance().lengths == Lengths(prefill_rows=69, prompt_tokens=60)
+
+
+def test_a_part_is_limited_by_its_text_and_by_the_fixed_noise() -> None:
+    assert part_limits(10, a_voice()) == Limits(20, 200)
+    assert part_limits(1_000, a_voice()).max_len == MAX_FRAMES // 2 - 60
+
+
+def test_draws_count_on_across_dropped_silence_and_tell_parts_apart() -> None:
+    first, second = (Segment(an_utterance(), Part(3, number), SilentRunFilter([1])) for number in (0, 1))
+    for code in [1] * 8 + [40]:
+        first.add(code)
+    assert first.tokens == [1] * 5 + [40]
+    draw = first.draw()
+    assert (draw.seed, draw.clause, draw.step, draw.mask) == (9, 3, 9, Mask.NOTHING)
+    assert second.draw().clause not in (3, draw.clause)
+    assert second.draw().mask == Mask.CONTROLS  # below the minimum length
+
+
+def test_a_talker_that_has_only_silence_to_give_is_stopped() -> None:
+    segment = Segment(an_utterance(text=40), Part(0, 0), SilentRunFilter([1]))
+    count = 0
+    while not segment.is_over:
+        segment.add(1)
+        count += 1
+    assert count == 80
+    assert len(segment.tokens) == 5
+
+
+@pytest.fixture
+def prefixes() -> Prefixes:
+    flow = Flow(TINY.flow)
+    flow.load_state_dict(flow_state(TINY.flow, torch.Generator().manual_seed(0)))
+    return Prefixes(flow.eval().requires_grad_(False), FlowStore(TINY.flow, 4))
+
+
+@torch.inference_mode()
+def test_the_oldest_unused_prompt_is_given_up_and_a_used_one_never(prefixes: Prefixes) -> None:
+    pool = prefixes.store.pool
+    anna, bert, carl = (a_voice(name) for name in ("anna", "berta", "carola"))  # two whole chunks each
+    used = prefixes.row(anna)
+    prefixes.row(bert).close(prefixes.store)
+    assert (prefixes.num_pages, pool.num_free) == (4, 0)
+    held = prefixes.row(carl)  # bert's pages go
+    assert pool.num_free == 0
+    with pytest.raises(OutOfPages):
+        prefixes.row(bert)
+    used.close(prefixes.store)
+    prefixes.row(bert).close(prefixes.store)
+    held.close(prefixes.store)
+    assert pool.num_used == prefixes.num_pages == 4
+    pool.check_integrity()
+
+
+@torch.inference_mode()
+def test_a_dropped_voice_keeps_its_pages_until_its_last_row_ends(prefixes: Prefixes) -> None:
+    row = prefixes.row(a_voice())
+    prefixes.drop("anna")
+    assert (prefixes.num_pages, prefixes.store.pool.num_used) == (0, 2)
+    row.close(prefixes.store)
+    assert prefixes.store.pool.num_used == 0
