@@ -2,8 +2,8 @@
 
     python -m engine.training.tokenizer --corpus corpus.txt.xz --out DIR
 
-``DIR`` gets ``vocab.json``, ``merges.txt`` and ``tokenizer_config.json``; `engine.frontend.Tokenizer` reads them and adds
-the special tokens, whose ids start at 2048.
+``DIR`` gets ``vocab.json``, ``merges.txt`` and ``tokenizer_config.json``; `engine.frontend.Tokenizer` reads them and
+adds the special tokens, whose ids start at 2048.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def _config() -> dict[str, Any]:
 
 
 class TrainingEncoder:
-    """Text -> ids for training; a ``dropout_share`` of the calls skips merges at random, so rare words learn from pieces.
+    """Text -> ids for training; a ``dropout_share`` of the calls skips merges at random: rare words learn from pieces.
 
     The other calls, and every call with ``dropout_share`` 0, equal `engine.frontend.Tokenizer.encode`.
     """
