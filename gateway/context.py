@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from engine import messages as engine
@@ -72,7 +72,7 @@ class Context:
         self.is_done = False  # the engine has no more for it
         self.sent = 0  # samples, at the context's rate
         self._opened = opened
-        self._opened_at = now
+        self._opened_at = now  # when the client asked
         self._is_open = False
         self._first_audio_at: float | None = None
         self._paced = request.pace != "none"
@@ -142,10 +142,11 @@ class Context:
 
     # ---- what the engine says
 
-    def open(self) -> wire.Opened:
-        """The engine holds a place for it."""
+    def open(self, now: float) -> wire.Opened:
+        """The engine has given it a lane, maybe after a wait in its queue."""
         self._is_open = True
-        return self._opened
+        queued_ms = round((now - self._opened_at) * 1000)
+        return replace(self._opened, queued_ms=queued_ms or None)
 
     def taken(self, index: int) -> wire.Taken | None:
         """The clause's text has gone to the model; the answer names the last piece of which all has gone."""

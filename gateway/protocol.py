@@ -230,7 +230,7 @@ class SpeechProtocol:
     def _apply(self, context: Context, event: engine.ToGateway) -> None:
         match event:
             case engine.Opened():
-                self._say(context.open())
+                self._say(context.open(self._clock()))
             case engine.Audio(pcm=pcm):
                 context.audio(pcm)
                 if context.num_bytes > CONTEXT_BYTES:
