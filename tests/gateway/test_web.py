@@ -87,7 +87,8 @@ async def test_the_pages_client_hears_what_was_sent(stack: Stack) -> None:
       const voices = (await rill.voices()).map((voice) => voice.id);
       const peak = Math.max(...heard.flatMap((part) => part.samples));
       const length = heard.reduce((sum, part) => sum + part.samples.length, 0);
-      console.log(JSON.stringify({ t: result.t, samples: result.samples, length, peak, seed: settings.seed, error, voices }));
+      const { t, samples } = result;
+      console.log(JSON.stringify({ t, samples, length, peak, seed: settings.seed, error, voices }));
       process.exit(0);
     """
     )
