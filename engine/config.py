@@ -86,6 +86,7 @@ class EngineConfig(_Table):
     mode: str = "streaming"  # what a context gets; "full": all tokens first, then one flow and one HiFT call
     lanes: int = 16  # contexts that speak at once
     waiting: int = 64  # contexts that may wait for a lane; the next is refused
+    waiting_ms: int = 10_000  # how long they may
     rows_per_launch: int = 0  # rows that share a call; 1: a lane sounds the same to the bit, alone or in a crowd
     talker_pages: int = 0  # of 32 rows; 0: enough for every lane
     flow_pages: int = 0  # of 50 frames; 0: enough for every lane, as far as the memory goes

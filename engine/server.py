@@ -19,7 +19,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import msgpack
+import msgpack  # type: ignore[import-untyped]
 import torch
 from websockets.asyncio.server import ServerConnection, unix_serve
 from websockets.exceptions import ConnectionClosed
@@ -191,6 +191,7 @@ def limits(settings: EngineConfig) -> Limits:
     return Limits(
         lanes=settings.lanes,
         waiting=settings.waiting,
+        waiting_s=settings.waiting_ms / 1e3,
         is_serial=settings.rows_per_launch == 1,
         lookahead_samples=int(settings.lookahead_s * SAMPLE_RATE_HZ),
         prefill_rows=settings.prefill_rows,
