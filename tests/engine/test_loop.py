@@ -22,7 +22,7 @@ from engine.messages import (
     Opened,
     SamplingChoice,
 )
-from engine.scheduler import FlowRow
+from engine.scheduler import FlowRow, Part
 from engine.voices import Voice
 from tests.engine.speaking import Speaking
 from tests.random_checkpoint import TINY, random_checkpoint
@@ -192,13 +192,19 @@ def test_silent_clauses_between_others_add_nothing(speaking: Speaking) -> None:
     assert_same_audio(speaking, plain, speaking.speak(2, "Hi.", "...", "\U0001f642"))
 
 
-def test_a_long_clause_is_spoken_in_parts_and_done_once(speaking: Speaking) -> None:
-    sentence = "One little word and then another one, and so on and on it goes. "
-    speaking.speak(1, 4 * sentence)
+def test_a_long_clause_is_spoken_in_parts_and_done_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    speaking = Speaking(random_checkpoint(tmp_path, TINY, stop_scale=1.0))  # stops soon after its minimum
+    parts, seat = [], speaking.runner.seat
+    monkeypatch.setattr(
+        speaking.runner, "seat", lambda lane, part, utterance: (parts.append(part), seat(lane, part, utterance))
+    )
+    speaking.speak(1, 2 * "One little word and then another one, and so on and on it goes. ")
+    assert parts == [Part(0, 0), Part(0, 1)]
     assert sum(isinstance(message, ClauseDone) for message in speaking.said[1]) == 1
     done = speaking.end(1)
     assert isinstance(done, Done)
     assert done.samples == len(speaking.pcm(1)) // 4 > 4 * HOP
+    speaking.assert_empty()
 
 
 def test_an_instruction_and_a_sampling_choice_change_what_is_heard(speaking: Speaking) -> None:
