@@ -123,12 +123,14 @@ class TimeEmbed(nn.Module):
         self.time_mlp = nn.Sequential(
             nn.Linear(2 * TIME_FREQUENCIES, shape.dim), nn.SiLU(), nn.Linear(shape.dim, shape.dim)
         )
+        # Made on the CPU whatever the default device: exp in float32 differs on CUDA in its last bit, and the angles
+        # are a thousand times that. Not a buffer, so that no cast of the weights rounds it.
+        rank = torch.arange(TIME_FREQUENCIES, device="cpu", dtype=torch.float32)
+        self.frequency = torch.exp(rank * (-math.log(10_000) / (TIME_FREQUENCIES - 1)))
 
     def forward(self, t: Tensor) -> Tensor:
         """t [B] in 0..1 -> [B, D] in the weights' dtype; the angles, up to 1000, stay in t's."""
-        rank = torch.arange(TIME_FREQUENCIES, device=t.device, dtype=torch.float32)
-        frequency = torch.exp(rank * (-math.log(10_000) / (TIME_FREQUENCIES - 1))).to(t.dtype)
-        angle = 1000 * t[:, None] * frequency
+        angle = 1000 * t[:, None] * self.frequency.to(t.device, t.dtype)
         features = torch.cat((angle.sin(), angle.cos()), dim=-1)
         return self.time_mlp(features.to(self.time_mlp[0].weight.dtype))
 
@@ -165,7 +167,7 @@ class Rotary(nn.Module):
 
     def __init__(self, head_dim: int) -> None:
         super().__init__()
-        exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        exponent = torch.arange(0, head_dim, 2, device="cpu", dtype=torch.float32) / head_dim
         self.register_buffer("inv_freq", 1.0 / (10_000**exponent))
 
     def table(self, positions: Tensor) -> tuple[Tensor, Tensor]:
