@@ -44,7 +44,8 @@ class Job:
     result: int | None = None
     quiet: int = 0  # niceness
     environment: dict[str, str] = field(default_factory=dict)
-    product: Path | None = None  # once this is there, a failure is not worth another try
+    product: Path | None = None  # there already: nothing to do; there after a failure: not worth another try
+    begun: float = 0.0  # share of its schedule that an earlier run went through
 
     @property
     def is_scheduled(self) -> bool:
@@ -52,9 +53,10 @@ class Job:
 
     @property
     def is_over(self) -> bool:
+        is_made = self.product is not None and self.product.exists()
         if self.result is None:
-            return False
-        return self.result == 0 or self.tries >= TRIES or (self.product is not None and self.product.exists())
+            return is_made and self.tries == 0
+        return self.result == 0 or self.tries >= TRIES or is_made
 
     @property
     def is_running(self) -> bool:
@@ -63,7 +65,9 @@ class Job:
     def start(self, log: logging.Logger, folder: Path) -> None:
         self.tries += 1
         if "--deadline" in self.command and "--start" not in self.command and self.is_scheduled:
-            self.command += ["--start", f"{time.time():.1f}"]  # a restart goes on with the schedule of the first try
+            now, deadline = time.time(), float(self.command[self.command.index("--deadline") + 1])
+            start = now - self.begun / (1 - self.begun) * (deadline - now)
+            self.command += ["--start", f"{start:.1f}"]  # a restart goes on with the schedule of the first try
         out = (folder / f"{self.name}.out").open("ab")
         self.process = subprocess.Popen(
             ["nice", "-n", str(self.quiet), *self.command], stdout=out, stderr=subprocess.STDOUT,
@@ -97,17 +101,15 @@ class Plan:
     corpus: Path
     hours: float
     tokenizer_s: float
+    begun: float
 
     @property
     def minutes(self) -> float:
         return (self.deadline - self.start) / 60
 
-    def stage(self, module: str, *extra: str, until: float | None = None, since: float | None = None) -> list[str]:
+    def stage(self, module: str) -> list[str]:
         command = [sys.executable, "-m", f"engine.training.{module}", "--data", str(self.data), "--device", self.device]
-        command += ["--deadline", f"{until or self.deadline:.1f}"]
-        if since is not None:
-            command += ["--start", f"{since:.1f}"]
-        return command + (["--toy"] if self.is_toy else []) + list(extra)
+        return [*command, "--deadline", f"{self.deadline:.1f}", *(["--toy"] if self.is_toy else [])]
 
 
 def jobs_of(plan: Plan) -> list[Job]:
@@ -135,7 +137,7 @@ def jobs_of(plan: Plan) -> list[Job]:
             data / "speakers.npz",
             data / "CosyVoice-BlankEN" / "tokenizer_config.json",
         ]
-        return all(path.exists() for path in ready) and is_tokenised(80)
+        return all(path.exists() for path in ready) and is_tokenised(48)
 
     corpus = ["--corpus", str(plan.corpus)]
     one_thread = {"OMP_NUM_THREADS": "1"}
@@ -143,8 +145,9 @@ def jobs_of(plan: Plan) -> list[Job]:
         Job("teacher", [*python, "engine.training.teacher", "--hibari", str(plan.hibari), *corpus, "--data", str(data),
                         "--workers", str(plan.workers), "--hours", str(plan.hours)],
             lambda: True, quiet=10, environment=one_thread, product=data / "shard-00000.npz"),
-        Job("bpe", [*python, "engine.training.tokenizer", *corpus, "--out", str(data / "CosyVoice-BlankEN")], lambda: True),
-        Job("train_hift", plan.stage("train_hift", since=plan.start), lambda: num_shards(6)),
+        Job("bpe", [*python, "engine.training.tokenizer", *corpus, "--out", str(data / "CosyVoice-BlankEN")],
+            lambda: True, product=data / "CosyVoice-BlankEN" / "vocab.json"),
+        Job("train_hift", plan.stage("train_hift"), lambda: num_shards(6), begun=plan.begun),
         Job("speech_tokenizer", [*python, "engine.training.speech_tokenizer", "train", *where,
                                  "--budget", str(encoder_s), *few],
             lambda: num_shards(24), product=data / "speech_tokenizer.pt"),
@@ -153,8 +156,8 @@ def jobs_of(plan: Plan) -> list[Job]:
             lambda: num_shards(24), product=data / "speakers.npz"),
         Job("tokenise", [*python, "engine.training.speech_tokenizer", "tokenise", *where, "--follow"],
             (data / "speech_tokenizer.pt").exists),
-        Job("train_flow", plan.stage("train_flow"), may_train),
-        Job("train_talker", plan.stage("train_talker"), may_train),
+        Job("train_flow", plan.stage("train_flow"), may_train, begun=plan.begun),
+        Job("train_talker", plan.stage("train_talker"), may_train, begun=plan.begun),
     ]  # fmt: skip
 
 
@@ -323,6 +326,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--corpus", type=Path, default=Path(".carry/corpus.txt.xz"))
     parser.add_argument("--hours", type=float, default=100.0, help="speech to make, at most")
     parser.add_argument("--tokenizer-s", type=float, default=240.0, help="training time of the speech tokenizer")
+    parser.add_argument("--begun", type=float, default=0.0, help="share of the schedule that the weights in out/ went through")
     parser.add_argument("--toy", action="store_true")
     parser.add_argument("--foreground", action="store_true", help="do not become a daemon")
     parser.add_argument("--watch", type=float, help="wait this many seconds, report, copy")
@@ -340,6 +344,7 @@ def main(arguments: list[str] | None = None) -> None:
     supervise(Plan(
         data=given.data, device=given.device, is_toy=given.toy, start=now, deadline=now + 60 * given.minutes,
         workers=given.workers, hibari=given.hibari, corpus=given.corpus, hours=given.hours, tokenizer_s=given.tokenizer_s,
+        begun=given.begun,
     ))  # fmt: skip
 
 
