@@ -158,10 +158,17 @@ def read(data: bytes | str) -> Iterator[ToEngine]:
 # Building
 
 
+def forbid_tf32() -> None:
+    """float32 means float32 on CUDA too: ten bits of a convolution's input would be heard in a float32 profile."""
+    torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
+
+
 def build(config: Config, deliver: Deliver, worker: Executor) -> Engine:
     """A cold engine: models loaded, caches laid out. Runs on the device's thread, whose settings it changes."""
     settings = config.engine.resolved(has_cuda=torch.cuda.is_available())
     torch.set_num_threads(settings.threads)
+    forbid_tf32()
     checkpoint = checkpoints.load(config.model.folder, settings.device, getattr(torch, settings.dtype))
     models = with_caches(checkpoint, settings)
     tokenizer = Tokenizer(checkpoint.tokenizer_dir)

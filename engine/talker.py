@@ -20,6 +20,7 @@ from engine.sampler import NUM_CONTROLS, Mask
 
 PREFIX = "llm.model.model."
 PAGE_ROWS = 32
+WIDE = (torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,8 +224,7 @@ class Talker(nn.Module):
         """
         if positions is None:
             positions = torch.arange(rows.shape[1], device=rows.device)
-        dtype = self.speech_embedding.weight.dtype
-        cos, sin = rotary(positions, self.shape, dtype)
+        cos, sin = self._rotary.at(positions, self.speech_embedding.weight.dtype)
         cos, sin = (t.unsqueeze(-3) if t.dim() == 3 else t[None, None] for t in (cos, sin))
         x = rows
         for layer in self.decoder.layers:
@@ -252,15 +252,6 @@ class Talker(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Normed hidden [..., H] -> scores of the next id [..., V]."""
         return self.llm_decoder(hidden)
-
-
-def rotary(positions: Tensor, shape: TalkerShape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and signed sin [..., D]; float32 inside (float64 when asked): an angle of 8000 has no fraction in bf16."""
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    exponent = torch.arange(0, shape.head_dim, 2, device=positions.device, dtype=wide) / shape.head_dim
-    angle = positions.to(wide)[..., None] * (1.0 / shape.rope_theta**exponent)
-    cos, sin = angle.cos(), angle.sin()
-    return torch.cat([cos, cos], -1).to(dtype), torch.cat([-sin, sin], -1).to(dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -304,15 +295,25 @@ class RotaryTable:
     """cos and signed sin of positions 0, 1, ..., kept and doubled when a lane grows past the end."""
 
     def __init__(self, shape: TalkerShape) -> None:
-        self._shape = shape
+        # On the CPU whatever the default device: a power in float32 differs on CUDA in its last bits, and a position
+        # of 8000 multiplies that.
+        exponents = [torch.arange(0, shape.head_dim, 2, device="cpu", dtype=dtype) / shape.head_dim for dtype in WIDE]
+        self._frequencies = [1.0 / shape.rope_theta**exponent for exponent in exponents]
         self._table = torch.empty(2, 0, 1, shape.head_dim)
+
+    def at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and signed sin [..., D]; float32 inside (float64 when asked): an angle of 8000 has no fraction in bf16."""
+        frequency = self._frequencies[dtype == torch.float64].to(positions.device)
+        angle = positions.to(frequency.dtype)[..., None] * frequency
+        cos, sin = angle.cos(), angle.sin()
+        return torch.cat([cos, cos], -1).to(dtype), torch.cat([-sin, sin], -1).to(dtype)
 
     def upto(self, rows: int, like: Tensor) -> Tensor:
         """[2, at least `rows`, 1, D] of the dtype and device of `like`."""
         table = self._table
         if table.shape[1] < rows or table.dtype != like.dtype or table.device != like.device:
             positions = torch.arange(max(1024, 2 * rows), device=like.device)
-            self._table = table = torch.stack(rotary(positions, self._shape, like.dtype)).unsqueeze(2)
+            self._table = table = torch.stack(self.at(positions, like.dtype)).unsqueeze(2)
         return table
 
 
