@@ -1,7 +1,7 @@
 """From a recording to what the models are conditioned on: speech tokens, prompt mel, speaker embedding.
 
 B batch, S samples, F frames. Source: CosyVoice3 reference, prompt audio. Parity: tests/engine/test_conditioning.py.
-The features need torch alone and run on any device, in float32 or float64, with gradients: training uses them too.
+The features run on any device, in float32 or float64, with gradients: training uses them too.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torchaudio.compliance import kaldi  # type: ignore[import-untyped]
+from torchaudio.functional import resample  # type: ignore[import-untyped]
 
 from engine.voices import Voice
 
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 MEL_RATE_HZ = 24_000
 TOKEN_RATE_HZ = 16_000
+MEL_MARGIN = 720  # samples that a mel frame reads on either side of its 480
 MIN_SECONDS, MAX_SECONDS = 3.0, 30.0
 MIN_RATE_HZ, MAX_RATE_HZ = 16_000, 192_000
 MAX_CHANNELS = 8
@@ -64,37 +67,25 @@ def slaney_filters(rate_hz: int, n_fft: int, bands: int) -> np.ndarray:
     return np.asarray(np.maximum(0.0, np.minimum(rise, fall)) / area, dtype=np.float32)
 
 
-def _kaldi_filters() -> np.ndarray:
-    """Triangles of unit height on the HTK mel scale, 20 Hz to 8 kHz -> float32 [80, 257]; the Nyquist bin is unused."""
-    low, high = (1127.0 * math.log(1.0 + hz / 700.0) for hz in (20.0, TOKEN_RATE_HZ / 2.0))
-    corners = np.linspace(low, high, 82)
-    bins = 1127.0 * np.log(1.0 + np.arange(256) * (TOKEN_RATE_HZ / 512) / 700.0)
-    rise = (bins - corners[:-2, None]) / np.diff(corners)[:-1, None]
-    fall = (corners[2:, None] - bins) / np.diff(corners)[1:, None]
-    triangles = np.maximum(0.0, np.minimum(rise, fall)).astype(np.float32)
-    return np.pad(triangles, ((0, 0), (0, 1)))
-
-
 _FILTERS = {
     "prompt": lambda: slaney_filters(MEL_RATE_HZ, 1920, 80),
     "whisper": lambda: slaney_filters(TOKEN_RATE_HZ, 400, 128),
-    "kaldi": _kaldi_filters,
 }
 
 
+# Cached outside inference mode, so that a later training step may save them for its backward pass.
+
+
 @lru_cache(maxsize=32)
+@torch.inference_mode(False)
 def _filters(name: str, device: torch.device, dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(_FILTERS[name]()).to(device, dtype)
 
 
 @lru_cache(maxsize=32)
+@torch.inference_mode(False)
 def _hann(length: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     return torch.hann_window(length, device=device, dtype=dtype)
-
-
-@lru_cache(maxsize=8)
-def _povey(device: torch.device, dtype: torch.dtype) -> Tensor:
-    return torch.hann_window(400, periodic=False, device=device, dtype=dtype).pow(0.85)
 
 
 # --- features --------------------------------------------------------------------------------------------------------
@@ -105,12 +96,16 @@ def prompt_mel(wave: Tensor) -> Tensor:
 
     wave  [B, S] at 24 kHz, in -1..1, S > 720 -> [B, S // 480, 80], natural log, 20 ms a frame; silence is -11.5129.
     """
-    padded = F.pad(wave, (720, 720), mode="reflect")
-    window = _hann(1920, wave.device, wave.dtype)
+    return log_mel(F.pad(wave, (MEL_MARGIN, MEL_MARGIN), mode="reflect")).transpose(1, 2)
+
+
+def log_mel(padded: Tensor) -> Tensor:
+    """Log-mel of waves that carry 720 samples of their surroundings on both sides: [B, 480 F + 1440] -> [B, 80, F]."""
+    window = _hann(1920, padded.device, padded.dtype)
     spectrum = torch.view_as_real(torch.stft(padded, 1920, 480, window=window, center=False, return_complex=True))
     magnitude = (spectrum.square().sum(-1) + 1e-9).sqrt()  # [B, 961, F]
-    mel = _filters("prompt", wave.device, wave.dtype) @ magnitude
-    return mel.clamp(min=1e-5).log().transpose(1, 2)
+    mel = _filters("prompt", padded.device, padded.dtype) @ magnitude
+    return mel.clamp(min=1e-5).log()
 
 
 def whisper_logmel(wave: Tensor) -> Tensor:
@@ -127,44 +122,22 @@ def whisper_logmel(wave: Tensor) -> Tensor:
 
 
 def kaldi_fbank(wave: Tensor) -> Tensor:
-    """Kaldi filter bank without dither: wave [B, S] at 16 kHz, in -1..1 -> [B, (S - 400) // 160 + 1, 80], log."""
-    frames = wave.unfold(-1, 400, 160)
-    frames = frames - frames.mean(-1, keepdim=True)
-    before = torch.cat([frames[..., :1], frames[..., :-1]], dim=-1)
-    frames = (frames - 0.97 * before) * _povey(wave.device, wave.dtype)
-    power = torch.fft.rfft(frames, n=512).abs().square()  # [B, F, 257]
-    energies: Tensor = power @ _filters("kaldi", wave.device, wave.dtype).T
-    return energies.clamp(min=torch.finfo(torch.float32).eps).log()
+    """Kaldi filter bank without dither: wave [B, S] at 16 kHz, in -1..1 -> [B, (S - 400) // 160 + 1, 80], log.
+
+    The library takes one wave, and a frame reads 400 samples of it and nothing else: the rows go in end to end, each
+    filled up to whole steps, and the frames that lie across a seam are left out.
+    """
+    batch, samples = wave.shape
+    steps = -(-samples // 160)
+    joined = F.pad(F.pad(wave, (0, 160 * steps - samples)).flatten(), (0, 240))
+    bands: Tensor = kaldi.fbank(joined[None], dither=0.0, num_mel_bins=80, sample_frequency=TOKEN_RATE_HZ)
+    return bands.view(batch, steps, 80)[:, : (samples - 400) // 160 + 1]
 
 
 def speaker_feat(wave: Tensor) -> Tensor:
     """Input of the speaker encoder: `kaldi_fbank` less its mean over time, [B, F, 80]."""
     fbank = kaldi_fbank(wave)
     return fbank - fbank.mean(1, keepdim=True)
-
-
-@lru_cache(maxsize=16)
-def _sinc_kernel(old: int, new: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, int]:
-    """One filter for each of the `new` phases -> [new, 1, taps], and how far it reaches to the left."""
-    cutoff = 0.99 * min(old, new)
-    reach = math.ceil(6 * old / cutoff)
-    phase = -torch.arange(new, dtype=torch.float64)[:, None] / new
-    time = (phase + torch.arange(-reach, reach + old, dtype=torch.float64) / old) * cutoff
-    time = time.clamp(-6, 6)
-    kernel = torch.sinc(time) * torch.cos(time * math.pi / 12).square() * cutoff / old
-    return kernel[:, None].to(device, dtype), reach
-
-
-def resample(wave: Tensor, old_hz: int, new_hz: int) -> Tensor:
-    """Windowed sinc (Hann, 6 zero crossings, cut off at 0.99 of Nyquist): [B, S] -> [B, ceil(S * new_hz / old_hz)]."""
-    if old_hz == new_hz:
-        return wave
-    step = math.gcd(old_hz, new_hz)
-    old, new = old_hz // step, new_hz // step
-    kernel, reach = _sinc_kernel(old, new, wave.device, wave.dtype)
-    padded = F.pad(wave, (reach, reach + old))[:, None]
-    phases = F.conv1d(padded, kernel, stride=old)  # [B, new, n]
-    return phases.transpose(1, 2).flatten(1)[:, : math.ceil(new * wave.shape[-1] / old)]
 
 
 # --- recordings ------------------------------------------------------------------------------------------------------
@@ -183,7 +156,8 @@ class Recording:
 
     def at(self, rate_hz: int) -> Tensor:
         """[1, S'] at another rate, always derived from the original samples."""
-        return resample(self.wave, self.rate_hz, rate_hz)
+        wave: Tensor = resample(self.wave, self.rate_hz, rate_hz)
+        return wave
 
 
 def load_audio(source: Path | str | bytes) -> Recording:
@@ -275,8 +249,8 @@ class Conditioner:
     """
 
     def __init__(self, speech_tokenizer: Path, speaker_encoder: Path, tokenizer: Tokenizer, threads: int = 1) -> None:
-        self._speech_tokenizer = _session(speech_tokenizer, threads)
-        self._speaker_encoder = _session(speaker_encoder, threads)
+        self._speech_tokenizer = onnx_session(speech_tokenizer, threads)
+        self._speaker_encoder = onnx_session(speaker_encoder, threads)
         self._tokenizer = tokenizer
 
     def voice(
@@ -304,12 +278,12 @@ class Conditioner:
     def speech_tokens(self, wave: Tensor) -> Tensor:
         """Speech tokens of wave [1, S] at 16 kHz -> int64 [P], 25 a second."""
         logmel = whisper_logmel(wave)
-        ids = _run(self._speech_tokenizer, logmel.numpy(), np.array([logmel.shape[2]], dtype=np.int32))
+        ids = run_onnx(self._speech_tokenizer, logmel.numpy(), np.array([logmel.shape[2]], dtype=np.int32))
         return torch.from_numpy(ids.astype(np.int64).ravel())
 
     def embedding(self, wave: Tensor) -> Tensor:
         """Speaker embedding of wave [1, S] at 16 kHz -> float32 [192], not normalised."""
-        return torch.from_numpy(_run(self._speaker_encoder, speaker_feat(wave).numpy()).astype(np.float32).ravel())
+        return torch.from_numpy(run_onnx(self._speaker_encoder, speaker_feat(wave).numpy()).astype(np.float32).ravel())
 
 
 def _content_id(recording: Recording, transcript: str) -> str:
@@ -318,7 +292,8 @@ def _content_id(recording: Recording, transcript: str) -> str:
     return digest.hexdigest()[:24]
 
 
-def _session(path: Path, threads: int) -> Any:
+def onnx_session(path: Path, threads: int) -> Any:
+    """An ONNX model on the CPU; onnxruntime has no types to speak of."""
     import onnxruntime  # type: ignore[import-untyped]
 
     options = onnxruntime.SessionOptions()
@@ -328,6 +303,7 @@ def _session(path: Path, threads: int) -> Any:
     return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
 
-def _run(session: Any, *inputs: np.ndarray) -> np.ndarray:
+def run_onnx(session: Any, *inputs: np.ndarray) -> np.ndarray:
+    """The first output for inputs given by position."""
     names = [entry.name for entry in session.get_inputs()]
     return np.asarray(session.run(None, dict(zip(names, inputs, strict=True)))[0])

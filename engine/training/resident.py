@@ -10,10 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.conditioning import slaney_filters
+from engine.conditioning import MEL_MARGIN, log_mel
 from engine.training.data import MEL_HOP, UNIT_SAMPLES, Shards
-
-MEL_MARGIN = 720  # samples that a mel frame reads before its 480 (and, of the 1920, 720 after them)
 
 
 class Growing:
@@ -42,7 +40,7 @@ class Growing:
 
 @dataclass(frozen=True, slots=True)
 class Crops:
-    """A batch of the vocoder: mel [B, 80, F] of true audio, wave [B, 480 F], f0 [B, F] Hz, and where the loss begins [B]."""
+    """A batch of the vocoder: mel [B, 80, F] of true audio, wave [B, 480 F], f0 [B, F] Hz, first judged frame [B]."""
 
     mel: Tensor
     wave: Tensor
@@ -61,8 +59,6 @@ class Waves:
         self._starts: list[int] = []
         self._lengths: list[int] = []
         self._shards_taken = 0
-        self._filters = torch.from_numpy(slaney_filters(24000, 1920, 80)).to(device)
-        self._window = torch.hann_window(1920, device=device)
         self._table = torch.zeros(0, 2, dtype=torch.long, device=device)
 
     def __len__(self) -> int:
@@ -105,27 +101,17 @@ class Waves:
         index = last - (last - index).abs() + start[:, None]
         heard = self._wave.values[index].float() / 32768
         return Crops(
-            mel=self._mel(heard),
+            mel=log_mel(heard),
             wave=heard[:, MEL_MARGIN : MEL_MARGIN + self.frames * MEL_HOP],
             f0=self._pitch(start, length, frame),
             first_frame=first,
         )
-
-    def _mel(self, heard: Tensor) -> Tensor:
-        return log_mel(heard, self._filters, self._window)
 
     def _pitch(self, start: Tensor, length: Tensor, frame: Tensor) -> Tensor:
         """The teacher's F0 at the centre of each mel frame: 80 Hz values, nearest, so that voicing edges stay sharp."""
         centre = frame[:, None] + torch.arange(self.frames, device=self.device) + 0.5
         index = torch.minimum((centre * 1.6).long(), length[:, None] // 300 - 1)
         return self._f0.values[start[:, None] // 300 + index].float()
-
-
-def log_mel(padded: Tensor, filters: Tensor, window: Tensor) -> Tensor:
-    """Log-mel of waves that carry their 720 samples of margin on both sides: [B, 480 F + 1440] -> [B, 80, F]."""
-    spectrum = torch.view_as_real(torch.stft(padded, 1920, 480, window=window, center=False, return_complex=True))
-    magnitude = (spectrum.square().sum(-1) + 1e-9).sqrt()
-    return (filters @ magnitude).clamp(min=1e-5).log()
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +124,10 @@ class Spans:
 
 
 class Streams:
-    """Tokens and mels of the tokenised utterances, joined into one stream a speaker; a batch is cut anywhere in a stream.
+    """Tokens and mels of the tokenised utterances, joined into one stream a speaker; a batch is cut anywhere in one.
 
-    A cut usually spans several utterances of its speaker, which is what serving makes of a prompt and a reply, and needs no
-    padding.
+    A cut usually spans several utterances of its speaker, which is what serving makes of a prompt and a reply, and
+    needs no padding.
     """
 
     def __init__(self, device: torch.device, num_speakers: int) -> None:
@@ -150,8 +136,6 @@ class Streams:
         self._mel: list[list[Tensor]] = [[] for _ in range(num_speakers)]
         self._lengths: list[list[int]] = [[] for _ in range(num_speakers)]
         self._taken: set[int] = set()
-        self._filters = torch.from_numpy(slaney_filters(24000, 1920, 80)).to(device)
-        self._window = torch.hann_window(1920, device=device)
         self._fits: dict[int, Tensor] = {}
         self.num_tokens = 0
 
@@ -200,10 +184,10 @@ class Streams:
         reach = torch.arange(-MEL_MARGIN, frames * MEL_HOP + MEL_MARGIN, device=self.device)
         last = length[:, None] - 1
         index = (last - (last - reach.abs()).abs()).clamp(min=0) + start[:, None]
-        return log_mel(wave[index].float() / 32768, self._filters, self._window).transpose(1, 2)
+        return log_mel(wave[index].float() / 32768).transpose(1, 2)
 
     def _join(self) -> None:
-        """One pool for all speakers and a table of utterances (start, end, their stream's start, end, speaker) into it."""
+        """One pool for all speakers, and a table of utterances: start, end, their stream's start and end, speaker."""
         self._tokens = [[torch.cat(parts)] if parts else [] for parts in self._tokens]
         self._mel = [[torch.cat(parts)] if parts else [] for parts in self._mel]
         self._pool = (
@@ -213,7 +197,7 @@ class Streams:
         ends = [np.cumsum(lengths, dtype=np.int64) for lengths in self._lengths]
         bases = np.cumsum([0, *(int(e[-1]) if len(e) else 0 for e in ends)])
         tables = [
-            np.stack([bases[k] + e - n, bases[k] + e, np.full_like(e, bases[k]), np.full_like(e, bases[k + 1]), np.full_like(e, k)], 1)
+            np.stack([bases[k] + e - n, bases[k] + e, *(np.full_like(e, x) for x in (bases[k], bases[k + 1], k))], 1)
             for k, (e, n) in enumerate(zip(ends, map(np.array, self._lengths), strict=True))
             if len(e)
         ]  # fmt: skip
@@ -221,7 +205,7 @@ class Streams:
         self._fits = {}
 
     def spans(self, rows: int, num_tokens: int, *, lookahead: int, to_end: bool) -> Spans:
-        """Random cuts of `num_tokens`: half begin with an utterance; with `to_end` all end with one and have no look-ahead."""
+        """Random cuts of `num_tokens`: half begin with an utterance; with `to_end` all end with one, no look-ahead."""
         tokens, mel = self._pool
         size = num_tokens + lookahead
         if size not in self._fits:  # boolean indexing waits for the device: once a size, not once a step

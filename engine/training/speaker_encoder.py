@@ -16,8 +16,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torchaudio.functional import resample  # type: ignore[import-untyped]
 
-from engine.conditioning import resample, speaker_feat
+from engine.conditioning import speaker_feat
 from engine.training.data import VOICES, Shards, write_npz
 from engine.training.onnx_export import compare, export_fp16
 from engine.training.speech_tokenizer import RATE_HZ, Reel, learning_rate

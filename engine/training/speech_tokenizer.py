@@ -20,8 +20,9 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torchaudio.functional import resample  # type: ignore[import-untyped]
 
-from engine.conditioning import resample, whisper_logmel
+from engine.conditioning import whisper_logmel
 from engine.training.data import MEL_HOP, UNIT_SAMPLES, Shard, Shards, is_held_out, read_shard, write_tokens
 from engine.training.onnx_export import compare, export_fp16
 

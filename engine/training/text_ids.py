@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torchaudio.functional import resample  # type: ignore[import-untyped]
 
-from engine.conditioning import _run, _session, resample, whisper_logmel
+from engine.conditioning import onnx_session, run_onnx, whisper_logmel
 from engine.frontend import END_OF_PROMPT, PROMPT_PREFIX, Tokenizer
 from engine.training.data import VOICES
 
@@ -66,16 +67,16 @@ def read_wave(path: Path) -> torch.Tensor:
 def speech_tokens(session: Any, wave: torch.Tensor) -> NDArray[np.int16]:
     """Tokens of a 24 kHz wave [1, S] by the exported speech tokenizer, cut to whole pairs of mel frames."""
     logmel = whisper_logmel(resample(wave, 24000, 16000))
-    ids = _run(session, logmel.numpy(), np.array([logmel.shape[2]], dtype=np.int32))
+    ids = run_onnx(session, logmel.numpy(), np.array([logmel.shape[2]], dtype=np.int32))
     return ids.ravel().astype(np.int16)[: wave.shape[1] // 960]
 
 
 def shipped_prompts(data: Path) -> Iterator[tuple[int, str, str, NDArray[np.int16]]]:
-    """(speaker label, name, transcript, tokens) of every prompt of a shipped voice; nothing before the tokenizer is exported."""
+    """(speaker label, name, transcript, tokens) of every shipped prompt; nothing before the tokenizer is exported."""
     model = data / SPEECH_TOKENIZER
     if not model.exists():
         return
-    session = _session(model, 2)
+    session = onnx_session(model, 2)
     labels = {voice.name: label for label, voice in enumerate(VOICES)}
     for path in sorted((data / "prompts").glob("*.wav")):
         if path.stem in labels:

@@ -1,7 +1,7 @@
 """Train the vocoder: spectral losses at first, then adversarially, on true mels.
 
-Crops begin with empty contexts, as serving does; the loss looks at the middle of a crop, but for the crops that begin or end
-with their utterance. The excitation follows the teacher's F0 for the first minutes and the predicted F0 from then on.
+Crops begin with empty contexts, as serving does; the loss looks at the middle of a crop, but for those that begin or
+end with their utterance. The excitation follows the teacher's F0 for the first minutes and the predicted F0 after.
 
 B rows, F mel frames of 20 ms, S = 480 F samples.
 """
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from engine.conditioning import MEL_MARGIN, log_mel
 from engine.hift import FRAME_SAMPLES, Hift, HiftShape, Snake
 from engine.training.adversaries import Adversaries, fooling_loss, judge_loss, magnitude, matching_loss
 from engine.training.data import Shards
@@ -29,7 +30,7 @@ from engine.training.pace import (
     set_rate,
     stage_from_arguments,
 )
-from engine.training.resident import Crops, Waves, log_mel
+from engine.training.resident import Crops, Waves
 
 SHAPE = HiftShape(base=128, f0_channels=128)
 FRAMES, JUDGED = 60, 50
@@ -58,14 +59,13 @@ def voice(hift: Hift, mel: Tensor, f0: Tensor) -> Tensor:
 class Spectra(nn.Module):
     """Mel and multi-resolution STFT distances between waves [B, S]."""
 
-    def __init__(self, filters: Tensor, window: Tensor) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self.filters, self.window = filters, window
-        self.windows = [torch.hann_window(n_fft, device=window.device) for n_fft, _ in RESOLUTIONS]
+        self.windows = [torch.hann_window(n_fft, device=device) for n_fft, _ in RESOLUTIONS]
 
     def mel(self, fake: Tensor, real: Tensor) -> Tensor:
         """Mean absolute difference of log-mels, in nat."""
-        fakes, reals = (log_mel(F.pad(w, (720, 720), mode="reflect"), self.filters, self.window) for w in (fake, real))
+        fakes, reals = (log_mel(F.pad(w, (MEL_MARGIN, MEL_MARGIN), mode="reflect")) for w in (fake, real))
         return (fakes - reals).abs().mean()
 
     def stft(self, fake: Tensor, real: Tensor) -> Tensor:
@@ -177,7 +177,7 @@ def snake(x: Tensor, alpha: Tensor) -> Tensor:
 
 
 def fuse(hift: Hift, stage: Stage) -> None:
-    """Compile the snake activations, the bulk of the memory traffic; if that fails or takes long they stay as they are."""
+    """Compile the snake activations, the bulk of the memory traffic; if that fails or is slow they stay as they are."""
     compiled = torch.compile(snake, dynamic=True)
 
     def attempt() -> bool:
@@ -203,7 +203,7 @@ def train(stage: Stage) -> None:
     shards = wait_for_shards(stage, waves, 8 if stage.is_toy else 1000)
     if stage.compile:
         fuse(hift, stage)
-    trainer = Trainer(stage, hift, Spectra(waves._filters, waves._window))
+    trainer = Trainer(stage, hift, Spectra(stage.device))
     ema = Ema(hift, 0.999)
     ticker = Ticker(stage.log, stage.budget)
     saved = refreshed = stage.budget.clock()

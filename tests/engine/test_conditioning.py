@@ -10,6 +10,7 @@ import soundfile
 import torch
 from onnx import TensorProto, helper
 from torch import Tensor
+from torchaudio.functional import resample  # type: ignore[import-untyped]
 
 from engine.conditioning import (
     BadVoice,
@@ -19,7 +20,6 @@ from engine.conditioning import (
     kaldi_fbank,
     load_audio,
     prompt_mel,
-    resample,
     slaney_filters,
     speaker_feat,
     whisper_logmel,

@@ -1,4 +1,4 @@
-"""The training stages: what a batch holds, that a step learns, that a stage survives, resumes and leaves loadable files."""
+"""The training stages: what a batch holds, that a step learns, that a stage resumes and leaves loadable files."""
 
 import logging
 import time
@@ -21,7 +21,8 @@ from engine.training.text_ids import TOKENIZER_FOLDER, TextIds
 from engine.training.tokenizer import train_bpe
 
 CPU = torch.device("cpu")
-WORDS = "the small train came late to town and nobody on it had seen a red door or an open window before".split()
+SENTENCE = "the small train came late to town and nobody on it had seen a red door or an open window before"
+WORDS = SENTENCE.split()
 LOG = logging.getLogger("test")
 
 
@@ -230,7 +231,7 @@ def test_vocoder_steps_with_judges_have_finite_gradients(data: Path) -> None:
     train_hift.initialise(hift)
     waves = Waves(CPU, frames=train_hift.FRAMES, judged=train_hift.JUDGED, hours=0.1)
     waves.take(Shards(data))
-    trainer = train_hift.Trainer(stage_of(data, 1), hift, train_hift.Spectra(waves._filters, waves._window))
+    trainer = train_hift.Trainer(stage_of(data, 1), hift, train_hift.Spectra(CPU))
     for judged in (False, True):
         losses = trainer.step(waves.crops(2), by_teacher=not judged, is_judged=judged)
         assert all(torch.isfinite(value) for value in losses.values())
