@@ -302,7 +302,7 @@ class RotaryTable:
         self._table = torch.empty(2, 0, 1, shape.head_dim)
 
     def at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and signed sin [..., D]; float32 inside (float64 when asked): an angle of 8000 has no fraction in bf16."""
+        """cos and signed sin [..., D]; float32 inside (float64 if asked): an angle of 8000 has no fraction in bf16."""
         frequency = self._frequencies[dtype == torch.float64].to(positions.device)
         angle = positions.to(frequency.dtype)[..., None] * frequency
         cos, sin = angle.cos(), angle.sin()

@@ -82,8 +82,8 @@ def voices_of(conditioner: Conditioner, folder: Path) -> list[Voice]:
         made = conditioner.voice(path, transcript, name=path.stem, lang="en")
         voices.append(
             Voice(
-                id=path.stem, name=path.stem.capitalize(), lang="en", transcript=transcript, prompt_text=made.prompt_text,
-                tokens=made.tokens, mel=made.mel, embedding=made.embedding,
+                id=path.stem, name=path.stem.capitalize(), lang="en", transcript=transcript,
+                prompt_text=made.prompt_text, tokens=made.tokens, mel=made.mel, embedding=made.embedding,
             )
         )  # fmt: skip
     return voices
@@ -133,22 +133,23 @@ scratch by `engine/training`. It speaks English. Voices: {", ".join(names)}.
 | flow | DiT, 8 blocks of 192 | 5.2 M |
 | vocoder | HiFT, base 128 | 1.4 M |
 
-**The voice is synthetic.** All of its training audio, {hours:.0f} hours, was spoken by another speech synthesiser from the
-sentences described in `engine/training/corpus.py`; no recording of a person was used.
+**The voice is synthetic.** All of its training audio, {hours:.0f} hours, was spoken by another speech synthesiser from
+the sentences described in `engine/training/corpus.py`; no recording of a person was used.
 
-- Teacher: hibari (PyPI `hibari-tts`, Apache-2.0), itself distilled from Kokoro-82M (Apache-2.0) with the grapheme-to-phoneme
-  rules of misaki (Apache-2.0). Some voices are the teacher read at another rate, which moves pitch and formants.
+- Teacher: hibari (PyPI `hibari-tts`, Apache-2.0), itself distilled from Kokoro-82M (Apache-2.0) with the
+  grapheme-to-phoneme rules of misaki (Apache-2.0). Some voices are the teacher read at another rate, which moves pitch
+  and formants.
 - Text: WordNet 3.0 examples and definitions (WordNet licence), State of the Union addresses (CC0 text, PDDL database),
   Moby Dick (public domain), first names (CC0), and a grammar of everyday sentences of this project.
 - Licence of the weights: Apache-2.0, as the project.
 
-Provenance: Apache-2.0 puts no condition on a model's outputs. Kokoro's author states that its training data is permissive
-or not under copyright and mostly synthetic, made in part by commercial systems. No licence file settles what lies upstream
-of that; whoever needs certainty can run the recipe with another teacher.
+Provenance: Apache-2.0 puts no condition on a model's outputs. Kokoro's author states that its training data is
+permissive or not under copyright and mostly synthetic, made in part by commercial systems. No licence file settles what
+lies upstream of that; whoever needs certainty can run the recipe with another teacher.
 
-What it can't do: other languages; text that streams into the talker (the 5:15 interleave was not trained); instructions on
-style; laughter and other events; a good likeness of a recorded person; long numbers, rare names and spelling as reliably as
-plain sentences. Word error rates: see `engine/training/RESULTS.md`.
+What it can't do: other languages; text that streams into the talker (the 5:15 interleave was not trained); instructions
+on style; laughter and other events; a good likeness of a recorded person; long numbers, rare names and spelling as
+reliably as plain sentences. Word error rates: see `engine/training/RESULTS.md`.
 """
 
 

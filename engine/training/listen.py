@@ -3,8 +3,8 @@
     python -m engine.training.listen --checkpoint DIR --sentences FILE --out WAVS [--voice heart] [--temperature 0.9]
     python -m engine.training.listen --checkpoint DIR --held-out held_out.npz --stage tokens|mel --out WAVS
 
-Writes 000.wav, 001.wav, ... and texts.txt (one line a file). ``--stage tokens`` resynthesises true tokens, which leaves the
-talker out; ``--stage mel`` true mels, which leaves the flow out too.
+Writes 000.wav, 001.wav, ... and texts.txt (one line a file). ``--stage tokens`` resynthesises true tokens, which
+leaves the talker out; ``--stage mel`` true mels, which leaves the flow out too.
 """
 
 import argparse

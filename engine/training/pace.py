@@ -1,12 +1,11 @@
 """What every training stage shares: the clock that sets its learning rate, its averaged weights, its log and its files.
 
-A stage never counts on reaching a number of steps: it is given an absolute deadline and follows its schedule by the clock.
+A stage never counts on a number of steps: it is given an absolute deadline and follows its schedule by the clock.
 """
 
 import argparse
 import logging
 import math
-import os
 import signal
 import sys
 import time
@@ -52,7 +51,7 @@ class Ema:
     def __init__(self, module: nn.Module, decay: float) -> None:
         self.decay = decay
         self._steps = 0
-        self._live = {name: p for name, p in module.named_parameters()}
+        self._live = dict(module.named_parameters())
         self.shadow = {name: p.detach().clone() for name, p in self._live.items()}
 
     @torch.no_grad()
@@ -85,7 +84,7 @@ def save_half(path: Path, tensors: dict[str, Tensor]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     save_file(half, str(part))
-    os.replace(part, path)
+    part.replace(path)
 
 
 def resume(module: nn.Module, path: Path, log: logging.Logger) -> bool:

@@ -1,7 +1,7 @@
 """Make the whole voice in one go on one GPU: data, both encoders, and the three models side by side.
 
     python -m engine.training.run --minutes 22 --data /tmp/data                     starts a daemon and returns
-    python -m engine.training.run --watch 500 --data /tmp/data --out $OUT           waits, prints a table, copies what there is
+    python -m engine.training.run --watch 500 --data /tmp/data --out $OUT           waits, prints a table, copies files
 
 A job starts when the files it needs are there, and once more if it fails. All of them end by one absolute deadline.
 """
@@ -289,7 +289,7 @@ def pack_held_out(data: Path, limit: int = 30) -> bytes:
 
 
 def pack_tokens(data: Path) -> bytes:
-    """Text, speaker and tokens of as many utterances as fit the file limit: enough to train a talker again elsewhere."""
+    """Text, speaker and tokens of as many utterances as fit the file limit: enough to train a talker elsewhere."""
     shards = Shards(data)
     chosen = [i for i in range(len(shards)) if shards.is_tokenised(i)]
     for share in (1.0, 0.85, 0.7, 0.5, 0.3):
@@ -326,7 +326,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--corpus", type=Path, default=Path(".carry/corpus.txt.xz"))
     parser.add_argument("--hours", type=float, default=100.0, help="speech to make, at most")
     parser.add_argument("--tokenizer-s", type=float, default=240.0, help="training time of the speech tokenizer")
-    parser.add_argument("--begun", type=float, default=0.0, help="share of the schedule that the weights in out/ went through")
+    parser.add_argument("--begun", type=float, default=0.0, help="share of the schedule that out/ went through")
     parser.add_argument("--toy", action="store_true")
     parser.add_argument("--foreground", action="store_true", help="do not become a daemon")
     parser.add_argument("--watch", type=float, help="wait this many seconds, report, copy")
@@ -343,8 +343,8 @@ def main(arguments: list[str] | None = None) -> None:
     now = time.time()
     supervise(Plan(
         data=given.data, device=given.device, is_toy=given.toy, start=now, deadline=now + 60 * given.minutes,
-        workers=given.workers, hibari=given.hibari, corpus=given.corpus, hours=given.hours, tokenizer_s=given.tokenizer_s,
-        begun=given.begun,
+        workers=given.workers, hibari=given.hibari, corpus=given.corpus, hours=given.hours,
+        tokenizer_s=given.tokenizer_s, begun=given.begun,
     ))  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Train the flow: conditional flow matching on true tokens and true mels.
 
-Half of the batches see the 50-frame chunk mask, half see everything. Noise is fresh for every batch (serving keeps one fixed
-draw). A row is a cut of one speaker's stream, so that prompt and continuation are usually different utterances.
+Half of the batches see the 50-frame chunk mask, half see everything. Noise is fresh for every batch (serving keeps one
+fixed draw). A row is a cut of one speaker's stream, so that prompt and continuation are usually different utterances.
 
 B rows, T mel frames, N = T / 2 tokens.
 """

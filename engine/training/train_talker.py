@@ -1,8 +1,8 @@
 """Train the talker on text and speech tokens.
 
-Each sample is what serving feeds: `sos, prompt text, text, task, prompt speech`, then the speech to predict and `eos`. Most
-samples carry another utterance of the same speaker as their prompt; some carry the very prompt of a shipped voice; the rest
-have only the instruction prefix. Text streaming (the 5:15 interleave) is not trained in this version.
+Each sample is what serving feeds: `sos, prompt text, text, task, prompt speech`, then the speech to predict and `eos`.
+Most samples carry another utterance of the same speaker as their prompt; some carry the very prompt of a shipped voice;
+the rest have only the instruction prefix. Text streaming (the 5:15 interleave) is not trained in this version.
 
 B rows, L positions, M speech positions that count.
 """
@@ -72,7 +72,7 @@ def drop_out(talker: Talker) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """starts, lengths [B, 7]: each row's segments in the pool; free_prompt [B]: the loss looks at the prompt speech too."""
+    """starts, lengths [B, 7]: each row's segments in the pool; free_prompt [B]: whether prompt speech counts too."""
 
     starts: NDArray[np.int64]
     lengths: NDArray[np.int64]
@@ -229,7 +229,7 @@ def assemble(pool: Tensor, batch: Batch) -> Rows:
 
 
 def counted_places(batch: Batch) -> NDArray[np.int64]:
-    """Flat places whose target is speech to be learnt or its eos; found on the host, so that no step waits for the device."""
+    """Flat places whose target is speech to learn or its eos; found on the host: no step waits for the device."""
     ends = batch.lengths.cumsum(1)
     first = np.where(batch.free_prompt, ends[:, 4], ends[:, 5]) - 1
     counts = ends[:, 6] - first
@@ -241,8 +241,8 @@ def counted_places(batch: Batch) -> NDArray[np.int64]:
 def loss_of(talker: Talker, rows: Rows, *, corrupted: float, smoothing: float) -> tuple[Tensor, Tensor]:
     """Smoothed cross entropy and accuracy over the speech that counts.
 
-    A share of the speech inputs, drawn per row from 0..corrupted, is replaced by random codes. Smoothing spreads over the
-    codes and eos only, so that the unused control ids are learnt to be impossible.
+    A share of the speech inputs, drawn per row from 0..corrupted, is replaced by random codes. Smoothing spreads over
+    the codes and eos only, so that the unused control ids are learnt to be impossible.
     """
     num_codes = talker.shape.num_codes
     speech_vocab = talker.shape.speech_vocab
