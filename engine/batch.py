@@ -434,12 +434,6 @@ class Prefixes:
                 return True
         return False
 
-    def drop(self, voice_id: str) -> None:
-        """Forget a voice; rows that still use its pages keep them until they end."""
-        self._voices.pop(voice_id, None)
-        if (prefix := self._solved.pop(voice_id, None)) is not None:
-            self.store.pool.release(prefix.pages)
-
 
 def part_limits(num_target: int, voice: Voice) -> Limits:
     """How many codes a part may have: by its text, and by the 15000 frames that the fixed noise covers."""

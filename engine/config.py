@@ -62,7 +62,6 @@ class GatewayConfig(_Table):
     contexts: int = 16  # per connection
     connections: int = 256
     text_bytes: int = 65_536  # per context, not yet spoken
-    message_bytes: int = 65_536
     window_ms: int = 3_000  # audio a context may be ahead before the first credit
     idle_ms: int = 600_000
     stall_ms: int = 10_000  # a socket that takes nothing for so long is aborted
@@ -73,7 +72,6 @@ class GatewayConfig(_Table):
     def __post_init__(self) -> None:
         _require("[gateway] port", self.port, 0, 65_535)
         _require("[gateway] contexts", self.contexts, 1, 10_000)
-        _require("[gateway] message_bytes", self.message_bytes, 1_024, 16 << 20)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -521,11 +521,6 @@ class Flow(nn.Module):
                 row.contexts.copy_(prefix.contexts)
         return row
 
-    def prefix_tokens(self, voice: FlowVoice) -> int:
-        """Prompt tokens in whole chunks whose look-ahead lies in the prompt too: what every row may share."""
-        whole = max(0, len(voice.tokens) - self.shape.lookahead) // self.shape.chunk_tokens
-        return whole * self.shape.chunk_tokens
-
     def solve_prefix(self, voice: FlowVoice, store: FlowStore) -> FlowPrefix:
         """Solves the whole chunks of a prompt once. The result's pages stay taken until the holder releases them.
 
@@ -541,12 +536,6 @@ class Flow(nn.Module):
             row.close(store)
             raise
         return FlowPrefix(pages=tuple(row.pages), contexts=row.contexts, frames=row.frames)
-
-    def tokens_needed(self, row: FlowRow) -> int:
-        """How many more tokens make the next mel piece solvable, the end of the segment aside."""
-        done = row.frames if row.staged is None else row.staged.end
-        chunk = max(done // self.shape.chunk_frames, len(row.voice.tokens) // self.shape.chunk_tokens)
-        return max(0, (chunk + 1) * self.shape.chunk_tokens + self.shape.lookahead - len(row.ids))
 
     def pages_for(self, tokens: int) -> int:
         """Pages a row holds in the end when prompt and generated tokens are this many together."""

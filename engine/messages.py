@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
 
 SAMPLE_RATE_HZ = 24_000
-BYTES_PER_SAMPLE = 4  # float32, little endian
 
 
 class BadPipeMessage(ValueError):

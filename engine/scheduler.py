@@ -57,10 +57,6 @@ class LaneFault(SpeechError):
     """One lane's input broke its computation; the batch goes on."""
 
 
-class BadText(SpeechError):
-    code = "bad_text"
-
-
 class TextTooLong(SpeechError):
     code = "text_too_long"
 

@@ -8,16 +8,14 @@ adds the special tokens, whose ids start at 2048.
 
 import argparse
 import json
-import random
 from pathlib import Path
 from typing import Any
 
-from engine.frontend import QWEN_SPECIALS, SPECIAL_TOKENS, Tokenizer, add_specials, qwen2_pipeline
+from engine.frontend import QWEN_SPECIALS, SPECIAL_TOKENS, Tokenizer, qwen2_pipeline
 from engine.training.corpus import read_corpus
 from engine.training.data import is_held_out
 
 VOCABULARY = 2048
-BPE_DROPOUT = 0.1
 
 
 def train_bpe(texts: list[str], folder: Path) -> None:
@@ -50,29 +48,6 @@ def _config() -> dict[str, Any]:
         "errors": "replace",
         "added_tokens_decoder": added,
     }
-
-
-class TrainingEncoder:
-    """Text -> ids for training; a ``dropout_share`` of the calls skips merges at random: rare words learn from pieces.
-
-    The other calls, and every call with ``dropout_share`` 0, equal `engine.frontend.Tokenizer.encode`.
-    """
-
-    def __init__(self, folder: Path, dropout_share: float = 0.5, seed: int = 0) -> None:
-        from tokenizers import models
-
-        self.exact = Tokenizer(folder)
-        self.dropout_share = dropout_share
-        self._rng = random.Random(seed)
-        model = models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"), dropout=BPE_DROPOUT)
-        self._dropping = qwen2_pipeline(model)
-        add_specials(self._dropping)
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of normalised text; special tokens in it are read as special."""
-        if self._rng.random() < self.dropout_share:
-            return list(self._dropping.encode(text, add_special_tokens=False).ids)
-        return self.exact.encode(text, allow_controls=True)
 
 
 def main() -> None:

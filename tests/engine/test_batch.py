@@ -86,12 +86,3 @@ def test_the_oldest_unused_prompt_is_given_up_and_a_used_one_never(prefixes: Pre
     held.close(prefixes.store)
     assert pool.num_used == prefixes.num_pages == 4
     pool.check_integrity()
-
-
-@torch.inference_mode()
-def test_a_dropped_voice_keeps_its_pages_until_its_last_row_ends(prefixes: Prefixes) -> None:
-    row = prefixes.row(a_voice())
-    prefixes.drop("anna")
-    assert (prefixes.num_pages, prefixes.store.pool.num_used) == (0, 2)
-    row.close(prefixes.store)
-    assert prefixes.store.pool.num_used == 0

@@ -13,6 +13,7 @@ import engine.flow as flow_module
 from engine.cache import OutOfPages
 from engine.flow import Flow, FlowPrefix, FlowRow, FlowShape, FlowStore, FlowVoice, TooManyFrames
 from engine.noise import flow_noise
+from engine.scheduler import EULER_STEPS, HOP_TOKENS, LOOKAHEAD_TOKENS, Lengths
 from tests.golden_fixtures import fixture, fixture_flow
 
 GOLDEN = fixture("flow")
@@ -146,7 +147,8 @@ def test_offline_and_reference_calls_match(reference: Flow, name: str) -> None:
 @pytest.mark.parametrize("is_shared", [False, True], ids=["alone", "shared-prefix"])
 def test_streamed_total_matches_the_chunk_masked_reference(reference: Flow, name: str, is_shared: bool) -> None:
     case = GOLDEN.case(name)
-    store, voice = FlowStore(reference.shape, 64), voice_of(case)
+    voice = voice_of(case)
+    store = FlowStore(reference.shape, reference.pages_for(len(voice.tokens) + case["token"].shape[1]))
     prefix = reference.solve_prefix(voice, store) if is_shared else None
     row = reference.row(voice, store, prefix)
     mel = torch.cat(stream(reference, row, store, case["token"][0], [1] * case["token"].shape[1]), dim=1)
@@ -213,28 +215,28 @@ def test_streamed_equals_offline_and_each_frame_is_solved_once(small: Flow, prom
 
 def test_whole_chunks_alone_are_solved_before_the_end(small: Flow) -> None:
     row, store = small.row(make_voice(20, 1)), make_store()
-    assert small.tokens_needed(row) == 8  # chunk 0 needs 25 + 3 tokens
-    assert small.begin(row, make_tokens(7, 1), is_final=False) == 0
-    assert small.tokens_needed(row) == 1
+    assert small.begin(row, make_tokens(7, 1), is_final=False) == 0  # chunk 0 needs 25 + 3 tokens
     assert small.begin(row, make_tokens(1, 2), is_final=False) == 50
-    assert small.tokens_needed(row) == 25
     assert solve(small, row, store).shape == (80, 10)
 
 
-def test_tokens_needed_counts_past_an_unsolved_prompt(small: Flow) -> None:
-    for prompt in range(80):
-        row = small.row(make_voice(prompt, 1))
-        assert small.tokens_needed(row) == 25 - prompt % 25 + 3
-        assert small.begin(row, make_tokens(small.tokens_needed(row), 1), is_final=False) == 2 * (
-            25 * (prompt // 25 + 1)
-        )
+@pytest.mark.parametrize("prompt", range(0, 80, 7))
+def test_a_hop_as_the_scheduler_counts_it_is_just_enough(small: Flow, prompt: int) -> None:
+    hop = Lengths(0, prompt).first_hop
+    early, row = (small.row(make_voice(prompt, 1)) for _ in range(2))
+    assert small.begin(early, make_tokens(hop + LOOKAHEAD_TOKENS - 1, 1), is_final=False) < 2 * (prompt + hop)
+    assert small.begin(row, make_tokens(hop + LOOKAHEAD_TOKENS, 1), is_final=False) == 2 * (prompt + hop)
+    solve(small, row, make_store())
+    assert small.begin(row, make_tokens(HOP_TOKENS - 1, 2), is_final=False) == 0
+    assert small.begin(row, make_tokens(1, 3), is_final=False) == 2 * HOP_TOKENS
+    assert (small.shape.steps, small.shape.lookahead) == (EULER_STEPS, LOOKAHEAD_TOKENS)
 
 
 @pytest.mark.parametrize("prompt", [0, 27, 28, 53, 103])
 def test_shared_prefix_gives_the_same_mel_and_is_not_solved_again(small: Flow, prompt: int) -> None:
     voice, store = make_voice(prompt, 5), make_store()
     prefix = small.solve_prefix(voice, store)
-    assert prefix.frames == 2 * small.prefix_tokens(voice) == max(0, prompt - 3) // 25 * 50
+    assert prefix.frames == max(0, prompt - 3) // 25 * 50
     kept = [store.data[:, :, :, :, page].clone() for page in prefix.pages]
     for seed in (1, 2):
         tokens, row = make_tokens(40, seed), small.row(voice, store, prefix)
@@ -281,7 +283,7 @@ def test_neighbours_that_join_and_leave_change_nothing(
 def feed(flow: Flow, row: FlowRow, tokens: Tensor, sent: list[int], i: int) -> bool:
     """Gives the row its next hop when it has none staged; False when it has ended."""
     if not row.is_staged and sent[i] < len(tokens):
-        part = tokens[sent[i] : sent[i] + max(1, flow.tokens_needed(row))]
+        part = tokens[sent[i] : sent[i] + HOP_TOKENS]
         sent[i] += len(part)
         flow.begin(row, part, is_final=sent[i] == len(tokens))
     return row.is_staged
@@ -299,7 +301,7 @@ def test_too_many_frames_and_too_few_pages_leave_the_row_as_it_was(small: Flow) 
     row, store = small.row(make_voice(10, 1)), make_store(num_pages=2)
     with pytest.raises(TooManyFrames, match="15002"):
         small.begin(row, make_tokens(7491, 1), is_final=True)
-    assert small.tokens_needed(row) == 18 and not row.is_staged
+    assert len(row.ids) == 10 and not row.is_staged
     small.begin(row, make_tokens(60, 1), is_final=True)
     with pytest.raises(OutOfPages):
         small.step([row], store)

@@ -12,6 +12,7 @@ from engine.hift import Hift, HiftShape, fold_weight_norm
 from tests.golden_fixtures import fixture, fixture_flow, hift_noise
 
 STREAM, HIFT = fixture("stream"), fixture("hift")
+LOOKAHEAD = fixture("flow").manifest["hyper_parameters"]["pre_lookahead_len"]
 MEL_BOUND, WAVE_BOUND = 2e-4, 1e-3  # the manifest's; a wave from the given mels
 pytestmark = pytest.mark.golden
 
@@ -68,9 +69,9 @@ def test_call_ends_follow_the_reference_schedule(name: str) -> None:
     about = STREAM.cases[name]
     hop, offset, ends = about["token_hop_at_start"], 0, []
     pad = -about["prompt_tokens"] % hop
-    while about["tokens"] - offset >= hop + (0 if offset else pad) + 3:
+    while about["tokens"] - offset >= hop + (0 if offset else pad) + LOOKAHEAD:
         step = hop + (0 if offset else pad)
-        ends.append(offset + step + 3)
+        ends.append(offset + step + LOOKAHEAD)
         offset, hop = offset + step, min(100, 2 * hop)
     assert [call["token_end"] for call in about["calls"]] == [*ends, about["tokens"]]
     assert hop == about["token_hop_after"]
@@ -95,8 +96,8 @@ def test_one_call_without_streaming(flow: Flow, hift: Hift, name: str) -> None:
 @pytest.mark.parametrize("hop", [1, 25, 1000])
 def test_incremental_flow_and_vocoder_give_the_exact_total(flow: Flow, hift: Hift, name: str, hop: int) -> None:
     case = STREAM.case(name)
-    store = FlowStore(flow.shape, 64)
     voice = FlowVoice(case["prompt_token"][0].long(), case["prompt_feat"][0], case["embedding"][0])
+    store = FlowStore(flow.shape, flow.pages_for(len(voice.tokens) + case["token"].shape[1]))
     row, lane = flow.row(voice, store, flow.solve_prefix(voice, store)), hift.begin()
     mels, waves = [], []
     parts = case["token"][0].split(hop)
