@@ -434,7 +434,7 @@ def test_dense_path_trains_compiled_in_bfloat16() -> None:
     shape = TalkerShape(hidden=64, intermediate=128, layers=2, heads=4, kv_heads=2, head_dim=16, text_vocab=100)
     talker = Talker(shape).cuda()
     hidden = torch.compile(talker.hidden)
-    rows = talker.speech_rows(torch.randint(0, 6561, (3, 64), device="cuda"))
+    rows = talker.speech_rows(torch.randint(0, 6561, (3, 64), device="cuda")).detach()
     with torch.autocast("cuda", dtype=torch.bfloat16):
         loss = talker.logits(hidden(rows)).float().logsumexp(-1).mean()
     loss.backward()
