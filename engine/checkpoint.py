@@ -22,8 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 import yaml
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from engine.flow import Flow, FlowShape
@@ -179,10 +178,19 @@ def read_state(folder: Path, stem: str) -> tuple[Path, State]:
     if file is None:
         raise CheckpointError(f"{folder} holds neither {stem}.safetensors nor {stem}.pt")
     try:
-        stored = load_file(file) if file.suffix == ".safetensors" else load_pickle(file)
+        stored = load_safetensors(file) if file.suffix == ".safetensors" else load_pickle(file)
     except (OSError, RuntimeError, pickle.UnpicklingError, SafetensorError, EOFError, ValueError, KeyError) as error:
         raise CheckpointError(f"{file.name} can't be read: {str(error)[:200] or type(error).__name__}") from error
     return file, cleaned(unwrapped(stored, file), file)
+
+
+def load_safetensors(file: Path) -> State:
+    """The tensors of a file. A tensor that stands under two names is stored once, as `save_model` of safetensors does:
+    the metadata maps the name left out to the name it shares."""
+    with safe_open(file, framework="pt") as content:
+        state = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118, it is no mapping
+        shared = content.metadata() or {}
+    return state | {left_out: state[kept] for left_out, kept in shared.items() if kept in state}
 
 
 def load_pickle(file: Path) -> Any:
@@ -312,6 +320,7 @@ def settings_of(leaves: Leaves) -> Settings:
     estimator = "flow.decoder.estimator."
     settings = Settings(
         sampling=Sampling(
+            temperature=float(leaves.number(ras.temperature, "llm.sampling.temperature")),
             top_p=float(leaves.number(ras.top_p, "llm.sampling.top_p")),
             top_k=int(leaves.number(ras.top_k, "llm.sampling.top_k")),
             window=int(leaves.number(ras.window, "llm.sampling.win_size")),

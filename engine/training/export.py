@@ -17,12 +17,14 @@ from torch import Tensor
 from engine.checkpoint import BACKBONE, load
 from engine.conditioning import Conditioner
 from engine.frontend import Tokenizer
+from engine.sampler import Sampling
 from engine.talker import TalkerShape
 from engine.training.train_talker import shape_of
 from engine.voices import Voice, write_voices
 
 SIZE_LIMIT = 40_000_000
-TAU = 0.35
+HEAD = "llm_decoder.weight"
+SAMPLING = Sampling(temperature=0.4, top_p=0.8, top_k=25, window=10, tau=0.8)
 SETTINGS = """\
 # Settings of the embedded voice that differ from the official release or that a reader may want to see.
 sample_rate: 24000
@@ -33,11 +35,13 @@ silent_tokens: {silent}
 llm:
   mix_ratio: [5, 15]
   sampling:
-    top_p: 0.8
-    top_k: 25
-    win_size: 10
+    # A talker this small is sure of too little: cooler draws are heard right more often.
+    temperature: {sampling.temperature}
+    top_p: {sampling.top_p}
+    top_k: {sampling.top_k}
+    win_size: {sampling.window}
     # True speech repeats ids within ten in one case of twenty; the official 0.1 would forbid that.
-    tau_r: {tau}
+    tau_r: {sampling.tau}
 """
 
 
@@ -62,9 +66,10 @@ def backbone_config(shape: TalkerShape) -> dict[str, object]:
     }
 
 
-def untied(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The talker's state with the tied tensor under both official names."""
-    return {**state, "llm_decoder.weight": state["speech_embedding.weight"].clone()}
+def save_talker(state: dict[str, Tensor], file: Path) -> None:
+    """Write float16; the head shares the speech embedding, so the file holds it once and says so in its metadata."""
+    half = {k: v.half().contiguous() for k, v in state.items() if k != HEAD}
+    save_file(half, str(file), metadata={HEAD: "speech_embedding.weight"})
 
 
 def silence_ids(conditioner: Conditioner) -> list[int]:
@@ -93,8 +98,8 @@ def export(run: Path, out: Path, *, hours: float, only: list[str]) -> None:
     """Write the folder, load it once as a check, and print its sizes."""
     source = run / "out" if (run / "out").is_dir() else run
     out.mkdir(parents=True, exist_ok=True)
-    talker = untied(load_file(str(source / "llm.safetensors")))
-    save_file({k: v.half().contiguous() for k, v in talker.items()}, str(out / "llm.safetensors"))
+    talker = load_file(str(source / "llm.safetensors"))
+    save_talker(talker, out / "llm.safetensors")
     for name in ("flow.safetensors", "hift.safetensors", "speech_tokenizer_v3.onnx", "campplus.onnx"):
         shutil.copy(next(f / name for f in (source, run) if (f / name).exists()), out / name)
     (out / BACKBONE).mkdir(exist_ok=True)
@@ -109,7 +114,7 @@ def export(run: Path, out: Path, *, hours: float, only: list[str]) -> None:
     write_voices(out / "spk2info.pt", voices)
     # Dropping frames of true silence is harmless, dropping speech is not: an empty list keeps every token.
     note = f"none are dropped; silence reads as {silence_ids(conditioner)[:12]}"
-    (out / "cosyvoice3.yaml").write_text(SETTINGS.format(note=note, silent="[]", tau=TAU))
+    (out / "cosyvoice3.yaml").write_text(SETTINGS.format(note=note, silent="[]", sampling=SAMPLING))
     (out / "README.md").write_text(model_card([v.name for v in voices], hours))
     load(out, "cpu")
     sizes = {path.name: path.stat().st_size for path in sorted(out.rglob("*")) if path.is_file()}
@@ -149,7 +154,9 @@ lies upstream of that; whoever needs certainty can run the recipe with another t
 
 What it can't do: other languages; text that streams into the talker (the 5:15 interleave was not trained); instructions
 on style; laughter and other events; a good likeness of a recorded person; long numbers, rare names and spelling as
-reliably as plain sentences. Word error rates: see `engine/training/RESULTS.md`.
+reliably as plain sentences.
+
+To train it again: `engine/training/README.md`. Scores: `tests/bench/RESULTS.md`; losses: `engine/training/RESULTS.md`.
 """
 
 

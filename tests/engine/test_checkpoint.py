@@ -338,3 +338,14 @@ def test_saved_models_load_again(official: Path, tmp_path: Path) -> None:
             {key: value.contiguous() for key, value in part.state_dict().items()}, tmp_path / f"{stem}.safetensors"
         )
     assert_same_weights(tmp_path, official)
+
+
+def test_a_tensor_stored_once_under_two_names_is_found_under_both(tmp_path: Path) -> None:
+    kept = torch.randn(3, 2)
+    save_file({"kept": kept}, str(tmp_path / "llm.safetensors"), metadata={"left_out": "kept", "format": "pt"})
+    _, state = read_state(tmp_path, "llm")
+    assert state.keys() == {"kept", "left_out"} and torch.equal(state["left_out"], kept)
+
+
+def test_the_temperature_of_a_checkpoint_is_read(tmp_path: Path) -> None:
+    assert settings_from(tmp_path, "llm:\n  sampling:\n    temperature: 0.5\n").sampling.temperature == 0.5
