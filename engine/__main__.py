@@ -20,12 +20,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m engine", description="Serve speech over a Unix socket.")
     parser.add_argument("--config", type=Path, default=Path("configs/embedded.toml"), help="the profile, a TOML file")
     parser.add_argument("--socket", type=Path, help="where to listen; the profile's if left out")
+    parser.add_argument("--leashed", action="store_true", help="end when the standard input does")
     parser.add_argument("--log", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"])
     given = parser.parse_args()
     logging.basicConfig(level=given.log, format="%(asctime)s engine %(levelname)s %(message)s")
     try:
         config = profiles.load(given.config)
-        return uvloop.run(serve(config, given.socket or Path(config.gateway.socket)))
+        socket = given.socket or Path(config.gateway.socket)
+        return uvloop.run(serve(config, socket, is_leashed=given.leashed))
     except (ConfigError, CheckpointError, VoiceFileError) as error:
         print(f"engine: {error}", file=sys.stderr)
         return 2

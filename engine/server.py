@@ -30,6 +30,7 @@ from engine.conditioning import Conditioner
 from engine.config import Config, ConfigError, EngineConfig
 from engine.flow import FlowStore
 from engine.frontend import Tokenizer
+from engine.leash import on_parent_gone
 from engine.loop import Deliver, Engine, Inbox, LinkClosed, LinkOpened, Reader, Said, Stop
 from engine.messages import SAMPLE_RATE_HZ, Audio, ToEngine, ToGateway, pack, unpack
 from engine.scheduler import Limits, Scheduler
@@ -250,8 +251,10 @@ def known_voices(checkpoint: checkpoints.Checkpoint, config: Config, tokenizer: 
 # The process
 
 
-async def serve(config: Config, socket: Path, on_ready: Callable[[], None] = lambda: None) -> int:
-    """Load, warm up, open the pipe, speak until SIGTERM or SIGINT. -> the process's exit code.
+async def serve(
+    config: Config, socket: Path, on_ready: Callable[[], None] = lambda: None, *, is_leashed: bool = False
+) -> int:
+    """Load, warm up, open the pipe, speak until SIGTERM or SIGINT or, leashed, the parent's end. -> the exit code.
 
     The socket appears when the engine is warm, so a gateway that reaches it is served at once.
     """
@@ -260,6 +263,8 @@ async def serve(config: Config, socket: Path, on_ready: Callable[[], None] = lam
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
+    if is_leashed:
+        on_parent_gone(stopping.set)
     device = ThreadPoolExecutor(1, thread_name_prefix="device")
     text = ThreadPoolExecutor(1, thread_name_prefix="text")
     try:

@@ -24,7 +24,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         config = _config(options)
         check_exposure(config.host, without_keys=options.without_keys)
-        uvloop.run(run(config, _announce))
+        uvloop.run(run(config, _announce, is_leashed=options.leashed))
     except (ConfigError, profiles.ConfigError) as error:
         print(f"gateway: {error}", file=sys.stderr)
         return 2
@@ -40,6 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--port", type=int, help="0: any free port")
     parser.add_argument("--socket", help="the engine's Unix socket")
     parser.add_argument("--without-keys", action="store_true", help="let others than this machine in without a key")
+    parser.add_argument("--leashed", action="store_true", help="end when the standard input does")
     return parser
 
 

@@ -181,8 +181,9 @@ class ServerPair:
             str(self._profile),
             "--socket",
             self._socket,
+            "--leashed",
             *arguments,
-            stdin=asyncio.subprocess.DEVNULL,
+            stdin=asyncio.subprocess.PIPE,  # ends when we do, even if we are killed
             stdout=sys.stderr.fileno() if stdout is None else stdout,
             start_new_session=True,  # a Ctrl-C reaches us alone; we end them in order
             env=_child_environment(),

@@ -20,6 +20,7 @@ from websockets.http11 import Request, Response
 from websockets.typing import Subprotocol
 
 from engine.config import GatewayConfig
+from engine.leash import on_parent_gone
 from gateway import wire
 from gateway.engine_link import EngineLink
 from gateway.errors import ConfigError
@@ -207,12 +208,17 @@ def check_exposure(host: str, *, without_keys: bool) -> None:
         )
 
 
-async def run(config: GatewayConfig, announce: Callable[[str], None]) -> None:
-    """Serve until SIGTERM or SIGINT. `announce` gets the address once, when the engine is ready to speak."""
+async def run(config: GatewayConfig, announce: Callable[[str], None], *, is_leashed: bool = False) -> None:
+    """Serve until SIGTERM or SIGINT or, leashed, the parent's end.
+
+    `announce` gets the address once, when the engine is ready to speak.
+    """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    if is_leashed:
+        on_parent_gone(stop.set)
     try:
         async with GatewayServer(config) as server:
             greeter = asyncio.create_task(_greet(server, announce), name="greeter")

@@ -21,6 +21,13 @@ def test_a_signal_ends_both_processes_cleanly(config: Path, number: int) -> None
     assert rill.lines.get(timeout=5) is None  # nothing was printed after the address
 
 
+def test_a_killed_parent_leaves_no_orphans(config: Path) -> None:
+    rill = start(config)
+    children = [Path("/proc") / str(rill.child(module)) for module in ("engine", "gateway")]
+    end(rill.process, signal.SIGKILL)
+    wait_until(lambda: not any(child.exists() for child in children), 10)
+
+
 def test_two_servers_at_one_port_say_so(rill: Rill, config: Path) -> None:
     port = rill.address.rstrip("/").rsplit(":", 1)[1]
     second = subprocess.run(
