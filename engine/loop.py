@@ -48,7 +48,8 @@ from engine.voices import Voice
 logger = logging.getLogger(__name__)
 
 WARM_LINK = -1  # no gateway: the engine speaks to itself before it is ready
-WARM_TEXT = "One, two, three, and here we go, for $4."  # the sum wakes the normaliser's grammars
+# The sum of money wakes the normaliser's grammars.
+WARM_TEXT = "One, two, three, and here we go, for $4."
 QUEUE_CHECK_S = 0.1
 
 
