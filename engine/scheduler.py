@@ -621,8 +621,10 @@ class Scheduler:
         return self.limits.lanes - len(self._free)
 
     def check_integrity(self) -> None:
-        """Each lane is free or has one tenant; each context holds one lane or waits. A lane that came free since the last
-        plan is given out by the next."""
+        """Each lane is free or has one tenant; each context holds one lane or waits.
+
+        A lane that came free since the last plan is given out by the next.
+        """
         seated = list(self._seated())
         assert len(seated) + len(self._free) == self.limits.lanes, "a lane is lost"
         assert len(set(self._free)) == len(self._free), "a lane is free twice"
