@@ -89,8 +89,7 @@ def profile(folder: Path, device: str) -> Path:
 def start(config: Path, *arguments: str) -> Rill:
     """Starts `rill serve` on a free port and waits for its line."""
     command = [sys.executable, "-m", "gateway.cli", "serve", "--config", str(config), "--port", "0", *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, cwd=config.parent, stdout=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(command, cwd=config.parent, stdout=subprocess.PIPE, text=True, env=child_environment())
     lines: Queue[str | None] = Queue()
     threading.Thread(target=_read_lines, args=(process, lines), daemon=True).start()
     try:
@@ -101,6 +100,12 @@ def start(config: Path, *arguments: str) -> Rill:
         end(process)
         pytest.fail("rill serve did not get ready")
     return Rill(process, line.split()[-1], lines)
+
+
+def child_environment() -> dict[str, str]:
+    """Ours, with this tree importable before whatever the caller's own path names."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
 
 
 def _read_lines(process: subprocess.Popen[str], lines: Queue[str | None]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import ROOT, Rill, end, start, wait_until
+from tests.e2e.conftest import ROOT, Rill, child_environment, end, start, wait_until
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
@@ -33,6 +33,7 @@ def test_two_servers_at_one_port_say_so(rill: Rill, config: Path) -> None:
     second = subprocess.run(
         [sys.executable, "-m", "gateway.cli", "serve", "--config", str(config), "--port", port],
         cwd=ROOT,
+        env=child_environment(),
         capture_output=True,
         text=True,
         timeout=60,
@@ -49,6 +50,7 @@ def test_a_checkpoint_that_is_not_there_is_a_clear_end(tmp_path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "gateway.cli", "serve", "--config", str(profile), "--port", "0"],
         cwd=ROOT,
+        env=child_environment(),
         capture_output=True,
         text=True,
         timeout=60,
