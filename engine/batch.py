@@ -435,7 +435,9 @@ class Prefixes:
         return False
 
 
-def part_limits(num_target: int, voice: Voice) -> Limits:
+def part_limits(num_target: int, voice: Voice, code_ratios: tuple[float, float]) -> Limits:
     """How many codes a part may have: by its text, and by the 15000 frames that the fixed noise covers."""
-    limits, most = Limits.of(num_target), MAX_FRAMES // 2 - len(voice.tokens)
+    shortest, longest = code_ratios
+    limits = Limits.of(num_target, shortest=shortest, longest=longest)
+    most = MAX_FRAMES // 2 - len(voice.tokens)
     return Limits(min(limits.min_len, most), min(limits.max_len, most))

@@ -51,6 +51,7 @@ class Settings:
     sampling: Sampling = Sampling()
     silent_ids: tuple[int, ...] = SILENT_IDS
     mix: tuple[int, int] = (5, 15)  # text ids to speech ids when text streams in
+    code_ratios: tuple[float, float] = (2.0, 20.0)  # fewest and most codes for each text id
     sample_rate_hz: int = 24_000
     tokens_per_second: int = 25
     frames_per_token: int = 2
@@ -317,6 +318,10 @@ def settings_of(leaves: Leaves) -> Settings:
     mix = leaves.numbers(official.mix, "llm.mix_ratio")
     if len(mix) != 2 or min(mix) < 1:
         raise ValueError(f"llm.mix_ratio is {list(mix)}, expected two counts of at least 1")
+    shortest = float(leaves.number(official.code_ratios[0], "llm.min_token_text_ratio"))
+    longest = float(leaves.number(official.code_ratios[1], "llm.max_token_text_ratio"))
+    if not 0 <= shortest <= longest or longest == 0:
+        raise ValueError(f"codes for each text id are {shortest} to {longest}, expected 0 <= fewest <= most, most > 0")
     estimator = "flow.decoder.estimator."
     settings = Settings(
         sampling=Sampling(
@@ -328,6 +333,7 @@ def settings_of(leaves: Leaves) -> Settings:
         ),
         silent_ids=leaves.numbers(official.silent_ids, "silent_tokens"),
         mix=(mix[0], mix[1]),
+        code_ratios=(shortest, longest),
         sample_rate_hz=int(leaves.number(official.sample_rate_hz, "sample_rate")),
         tokens_per_second=int(leaves.number(official.tokens_per_second, "token_frame_rate")),
         frames_per_token=int(leaves.number(official.frames_per_token, "token_mel_ratio")),

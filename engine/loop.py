@@ -121,11 +121,13 @@ class Reader:
         voices: Mapping[str, Voice],
         *,
         sampling: Sampling,
+        code_ratios: tuple[float, float],
         default_voice: str,
         clause_tokens: int,
         can_stream: bool,
     ) -> None:
         self.tokenizer, self.voices, self.sampling = tokenizer, voices, sampling
+        self.code_ratios = code_ratios
         self.default_voice, self.clause_tokens, self.can_stream = default_voice, clause_tokens, can_stream
 
     def settled(self, message: Open) -> Open:
@@ -168,7 +170,7 @@ class Reader:
         return Utterance(
             voice=voice,
             prompt=prompt,
-            limits=part_limits(prompt.num_target, voice),
+            limits=part_limits(prompt.num_target, voice, self.code_ratios),
             sampling=self._sampling(opened.sampling),
             seed=opened.seed,
             is_streaming=opened.streaming,

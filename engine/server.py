@@ -178,6 +178,7 @@ def build(config: Config, deliver: Deliver, worker: Executor) -> Engine:
         tokenizer,
         voices,
         sampling=checkpoint.settings.sampling,
+        code_ratios=checkpoint.settings.code_ratios,
         default_voice=config.model.voice or next(iter(voices), ""),
         clause_tokens=settings.clause_tokens,
         can_stream=settings.mode == "streaming",

@@ -62,6 +62,7 @@ class Speaking:
             Tokenizer(checkpoint.tokenizer_dir),
             voices,
             sampling=checkpoint.settings.sampling,
+            code_ratios=checkpoint.settings.code_ratios,
             default_voice=next(iter(voices)),
             clause_tokens=chosen.clause_tokens,
             can_stream=chosen.mode == "streaming",

@@ -7,6 +7,7 @@ import torch
 
 from engine.batch import Prefixes, Segment, Utterance, part_limits
 from engine.cache import OutOfPages
+from engine.checkpoint import Settings
 from engine.flow import Flow, FlowStore
 from engine.frontend import Prompt
 from engine.noise import MAX_FRAMES
@@ -26,7 +27,7 @@ def an_utterance(*, text: int = 4, has_prompt_speech: bool = True) -> Utterance:
         prompt_text=(1, 2, 3), text=tuple(range(text)), has_prompt_speech=has_prompt_speech, num_target=text
     )
     voice = a_voice()
-    limits = part_limits(text, voice)
+    limits = part_limits(text, voice, Settings().code_ratios)
     return Utterance(voice=voice, prompt=prompt, limits=limits, sampling=Sampling(), seed=9, is_streaming=True)
 
 
@@ -38,8 +39,10 @@ def test_the_prefill_is_sos_prompt_text_text_task_and_prompt_speech() -> None:
 
 
 def test_a_part_is_limited_by_its_text_and_by_the_fixed_noise() -> None:
-    assert part_limits(10, a_voice()) == Limits(20, 200)
-    assert part_limits(1_000, a_voice()).max_len == MAX_FRAMES // 2 - 60
+    official = Settings().code_ratios
+    assert part_limits(10, a_voice(), official) == Limits(20, 200)
+    assert part_limits(10, a_voice(), (3.0, 3.0)) == Limits(30, 30)
+    assert part_limits(1_000, a_voice(), official).max_len == MAX_FRAMES // 2 - 60
 
 
 def test_draws_count_on_across_dropped_silence_and_tell_parts_apart() -> None:

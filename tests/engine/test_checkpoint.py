@@ -312,6 +312,7 @@ def test_silent_settings_are_the_official_ones(tmp_path: Path) -> None:
         ("llm: {sampling: {top_p: 7}}", "top_p 7"),
         ("llm: {mix_ratio: [5]}", "mix_ratio"),
         ("llm: {mix_ratio: 5}", "mix_ratio"),
+        ("llm: {min_token_text_ratio: 3, max_token_text_ratio: 2}", "3.0 to 2.0"),
         ("x: !!python/object/apply:os.getcwd []", "can't be read"),
         ("a: [", "can't be read"),
         ("- 1", "holds a list"),
@@ -349,3 +350,8 @@ def test_a_tensor_stored_once_under_two_names_is_found_under_both(tmp_path: Path
 
 def test_the_temperature_of_a_checkpoint_is_read(tmp_path: Path) -> None:
     assert settings_from(tmp_path, "llm:\n  sampling:\n    temperature: 0.5\n").sampling.temperature == 0.5
+
+
+def test_the_codes_for_each_text_id_are_read(tmp_path: Path) -> None:
+    text = "llm:\n  min_token_text_ratio: 2.5\n  max_token_text_ratio: 4\n"
+    assert settings_from(tmp_path, text).code_ratios == (2.5, 4.0)
