@@ -7,7 +7,6 @@ The features run on any device, in float32 or float64, with gradients: training 
 from __future__ import annotations
 
 import hashlib
-import io
 import math
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,6 +20,15 @@ from torch import Tensor
 from torchaudio.compliance import kaldi  # type: ignore[import-untyped]
 from torchaudio.functional import resample  # type: ignore[import-untyped]
 
+from engine.decoding import (
+    MAX_FILE_BYTES,
+    MAX_RATE_HZ,
+    MAX_SECONDS,
+    MIN_RATE_HZ,
+    MIN_SECONDS,
+    BadVoice,
+    decode,
+)
 from engine.voices import Voice
 
 if TYPE_CHECKING:
@@ -29,18 +37,8 @@ if TYPE_CHECKING:
 MEL_RATE_HZ = 24_000
 TOKEN_RATE_HZ = 16_000
 MEL_MARGIN = 720  # samples that a mel frame reads on either side of its 480
-MIN_SECONDS, MAX_SECONDS = 3.0, 30.0
-MIN_RATE_HZ, MAX_RATE_HZ = 16_000, 192_000
-MAX_CHANNELS = 8
-MAX_FILE_BYTES = 64 * 2**20
 SILENCE_DBFS = -60.0
 MAX_PEAK = 2.0
-
-
-class BadVoice(Exception):
-    """A recording can't become a voice; the text names the value and the limit, never the file's content."""
-
-    code, retryable = "bad_voice", False
 
 
 # --- mel filters -----------------------------------------------------------------------------------------------------
@@ -166,8 +164,8 @@ def load_audio(source: Path | str | bytes) -> Recording:
     Never decodes more than the longest prompt allowed, whatever a header claims. Raises BadVoice.
     """
     data = source if isinstance(source, bytes) else _read(Path(source))
-    samples, rate_hz = _decode(data)
-    recording = Recording(torch.from_numpy(samples.mean(axis=1, dtype=np.float32))[None], rate_hz)
+    samples, rate_hz = decode(data)
+    recording = Recording(torch.from_numpy(samples)[None], rate_hz)
     check_recording(recording)
     return recording
 
@@ -198,38 +196,6 @@ def _read(path: Path) -> bytes:
             return file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise BadVoice(f"the recording can't be read: {error.strerror}") from error
-
-
-def _decode(data: bytes) -> tuple[np.ndarray, int]:
-    """-> float32 [S, channels], sample rate; at most a little over MAX_SECONDS of it."""
-    import soundfile  # type: ignore[import-untyped]  # training runs on machines without it
-
-    if not data:
-        raise BadVoice("the file is empty: 0 bytes")
-    if len(data) > MAX_FILE_BYTES:
-        raise BadVoice(f"the file has over {MAX_FILE_BYTES} bytes, the most accepted")
-    try:
-        with soundfile.SoundFile(io.BytesIO(data)) as file:
-            if file.channels > MAX_CHANNELS:
-                raise BadVoice(f"the recording has {file.channels} channels; at most {MAX_CHANNELS} are accepted")
-            rate_hz, promised = file.samplerate, file.frames
-            longest = int(MAX_SECONDS * rate_hz) + 1
-            samples = file.read(min(promised, longest), dtype="float32", always_2d=True)
-    except (soundfile.LibsndfileError, RuntimeError, ValueError, OverflowError, MemoryError) as error:
-        raise BadVoice("the file can't be decoded as WAV, FLAC, Ogg or MP3 audio") from error
-    if len(samples) < min(promised, longest) or _is_cut_short(data):
-        raise BadVoice("the file is truncated: it ends before the audio that its header promises")
-    return samples, rate_hz
-
-
-def _is_cut_short(data: bytes) -> bool:
-    """Whether a container says that it is longer than the bytes there; decoders read such files without complaint."""
-    if data[:4] == b"RIFF":
-        promised = int.from_bytes(data[4:8], "little")
-        return promised < 0xFFFFFF00 and promised + 8 > len(data) + 1  # writers to a pipe leave the largest number
-    if data[:4] == b"OggS":
-        return not data[data.rfind(b"OggS") + 5] & 4  # the last page of a whole stream says that it is the last
-    return False
 
 
 # --- the two encoders ------------------------------------------------------------------------------------------------
