@@ -239,6 +239,14 @@ def decayed(module: nn.Module, decay: float) -> list[dict[str, object]]:
     return [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
 
 
+def fuse_layers(stage: Stage, layers: Iterable[nn.Module]) -> None:
+    """Compile like layers as one graph: an eager step is thousands of small kernels. A failure leaves them eager."""
+    if stage.compile:
+        torch._dynamo.config.suppress_errors = True
+        for layer in layers:
+            layer.compile(dynamic=True)
+
+
 def set_rate(opt: torch.optim.Optimizer, rate: float) -> None:
     for group in opt.param_groups:
         group["lr"] = rate * group.get("scale", 1.0)

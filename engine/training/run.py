@@ -102,6 +102,7 @@ class Plan:
     hours: float
     tokenizer_s: float
     begun: float
+    skipped: frozenset[str] = frozenset()
 
     @property
     def minutes(self) -> float:
@@ -141,7 +142,7 @@ def jobs_of(plan: Plan) -> list[Job]:
 
     corpus = ["--corpus", str(plan.corpus)]
     one_thread = {"OMP_NUM_THREADS": "1"}
-    return [
+    jobs = [
         Job("teacher", [*python, "engine.training.teacher", "--hibari", str(plan.hibari), *corpus, "--data", str(data),
                         "--workers", str(plan.workers), "--hours", str(plan.hours)],
             lambda: True, quiet=10, environment=one_thread, product=data / "shard-00000.npz"),
@@ -159,6 +160,7 @@ def jobs_of(plan: Plan) -> list[Job]:
         Job("train_flow", plan.stage("train_flow"), may_train, begun=plan.begun),
         Job("train_talker", plan.stage("train_talker"), may_train, begun=plan.begun),
     ]  # fmt: skip
+    return [job for job in jobs if job.name not in plan.skipped]
 
 
 def supervise(plan: Plan) -> None:
@@ -327,6 +329,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--hours", type=float, default=100.0, help="speech to make, at most")
     parser.add_argument("--tokenizer-s", type=float, default=240.0, help="training time of the speech tokenizer")
     parser.add_argument("--begun", type=float, default=0.0, help="share of the schedule that out/ went through")
+    parser.add_argument("--skip", action="append", default=[], metavar="JOB", help="leave a job out, say train_hift")
     parser.add_argument("--toy", action="store_true")
     parser.add_argument("--foreground", action="store_true", help="do not become a daemon")
     parser.add_argument("--watch", type=float, help="wait this many seconds, report, copy")
@@ -344,7 +347,7 @@ def main(arguments: list[str] | None = None) -> None:
     supervise(Plan(
         data=given.data, device=given.device, is_toy=given.toy, start=now, deadline=now + 60 * given.minutes,
         workers=given.workers, hibari=given.hibari, corpus=given.corpus, hours=given.hours,
-        tokenizer_s=given.tokenizer_s, begun=given.begun,
+        tokenizer_s=given.tokenizer_s, begun=given.begun, skipped=frozenset(given.skip),
     ))  # fmt: skip
 
 

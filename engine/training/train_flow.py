@@ -21,6 +21,7 @@ from engine.training.pace import (
     Stage,
     Ticker,
     decayed,
+    fuse_layers,
     optimiser,
     resume,
     run_stage,
@@ -99,6 +100,7 @@ def train(stage: Stage) -> None:
             flow.estimator.input_embed.conv_pos_embed.conv2[0],
         ):
             densify(conv)  # type: ignore[arg-type]
+    fuse_layers(stage, flow.estimator.transformer_blocks)
     speakers = trained_vectors(stage)
     shards = Shards(stage.data)
     streams = Streams(stage.device, len(speakers))

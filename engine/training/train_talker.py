@@ -8,6 +8,7 @@ B rows, L positions, M speech positions that count.
 """
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +26,7 @@ from engine.training.pace import (
     Stage,
     Ticker,
     decayed,
+    fuse_layers,
     optimiser,
     resume,
     run_stage,
@@ -238,7 +240,22 @@ def counted_places(batch: Batch) -> NDArray[np.int64]:
     return row * batch.width + first[row] + within
 
 
-def loss_of(talker: Talker, rows: Rows, *, corrupted: float, smoothing: float) -> tuple[Tensor, Tensor]:
+def smoothed(logits: Tensor, target: Tensor, num_codes: int, smoothing: float) -> tuple[Tensor, Tensor]:
+    """logits [M, V], target [M] -> smoothed cross entropy and accuracy."""
+    logits = logits.float()
+    total = logits.logsumexp(-1)
+    right = logits.gather(1, target[:, None]).squeeze(1)
+    even = (logits[:, :num_codes].sum(-1) + logits[:, num_codes + 1]) / (num_codes + 1)
+    loss = total - (1 - smoothing) * right - smoothing * even
+    return loss.mean(), (logits.argmax(-1) == target).float().mean()
+
+
+Judge = Callable[[Tensor, Tensor, int, float], tuple[Tensor, Tensor]]
+
+
+def loss_of(
+    talker: Talker, rows: Rows, *, corrupted: float, smoothing: float, judge: Judge = smoothed
+) -> tuple[Tensor, Tensor]:
     """Smoothed cross entropy and accuracy over the speech that counts.
 
     A share of the speech inputs, drawn per row from 0..corrupted, is replaced by random codes. Smoothing spreads over
@@ -255,13 +272,8 @@ def loss_of(talker: Talker, rows: Rows, *, corrupted: float, smoothing: float) -
     speech = talker.speech_rows(torch.where(is_text, 0, ids))
     x = torch.where(is_text[..., None], text, speech)
     hidden = talker.hidden(F.dropout(x, DROPOUT, training=talker.training))
-    logits = talker.logits(hidden.flatten(0, 1)[rows.counted]).float()
-    target = rows.targets.flatten()[rows.counted]
-    total = logits.logsumexp(-1)
-    right = logits.gather(1, target[:, None]).squeeze(1)
-    even = (logits[:, :num_codes].sum(-1) + logits[:, num_codes + 1]) / (num_codes + 1)
-    loss = total - (1 - smoothing) * right - smoothing * even
-    return loss.mean(), (logits.argmax(-1) == target).float().mean()
+    logits = talker.logits(hidden.flatten(0, 1)[rows.counted])
+    return judge(logits, rows.targets.flatten()[rows.counted], num_codes, smoothing)
 
 
 def export(talker: Talker) -> dict[str, Tensor]:
@@ -308,6 +320,8 @@ def train(stage: Stage) -> None:
     initialise(talker)
     resume(talker, stage.out / "llm.safetensors", stage.log)
     drop_out(talker)
+    fuse_layers(stage, talker.decoder.layers)
+    judge = torch.compile(smoothed, dynamic=True) if stage.compile else smoothed
     ema = Ema(talker, 0.999)
     opt = optimiser(decayed(talker, 0.05), (0.9, 0.98), 0.05, stage.device)  # type: ignore[arg-type]
     shards = Shards(stage.data)
@@ -325,7 +339,8 @@ def train(stage: Stage) -> None:
         for batch in pool.epoch(rng, tokens):
             set_rate(opt, stage.budget.rate(ticker.total_steps, peak=2e-3, floor=2e-5))
             with stage.autocast():
-                loss, accuracy = loss_of(talker, assemble(pool.ids, batch), corrupted=CORRUPTED, smoothing=SMOOTHING)
+                loss, accuracy = loss_of(talker, assemble(pool.ids, batch), corrupted=CORRUPTED, smoothing=SMOOTHING,
+                                         judge=judge)  # fmt: skip
             opt.zero_grad(set_to_none=True)
             loss.backward()
             norm = nn.utils.clip_grad_norm_(talker.parameters(), 1.0)

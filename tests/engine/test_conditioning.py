@@ -92,9 +92,12 @@ def test_the_mel_has_gradients() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_the_mel_on_a_gpu_equals_the_mel_on_the_cpu() -> None:
+def test_the_mel_on_a_gpu_is_as_exact_as_on_the_cpu() -> None:
+    """Near the floor a log-mel is mostly rounding of the loud bands, so float64 is the judge of both."""
     wave = torch.from_numpy(speech(1.0))[None]
-    torch.testing.assert_close(prompt_mel(wave.cuda()).cpu(), prompt_mel(wave), atol=1e-3, rtol=0)
+    truth = prompt_mel(wave.double())
+    on_cpu, on_gpu = (float((prompt_mel(w).cpu() - truth).square().mean().sqrt()) for w in (wave, wave.cuda()))
+    assert on_gpu <= 2 * on_cpu + 1e-5, f"rms error {on_gpu} on the GPU, {on_cpu} on the CPU"
 
 
 @pytest.mark.parametrize("samples", [721, 959, 960, 24001])
