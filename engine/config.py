@@ -10,7 +10,7 @@ import logging
 import tomllib
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Self, get_type_hints
+from typing import Any, Self, get_args, get_origin, get_type_hints
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +42,18 @@ class _Table:
             if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
                 raise ConfigError(f"[{cls._title()}] {key} is a list of strings, not {value!r}")
             return tuple(value)
+        if get_origin(hint) is dict:
+            return get_args(hint)[1]._named(f"[{cls._title()}.{key}]", value)
         if type(value) is not hint:
             raise ConfigError(f"[{cls._title()}] {key} is {hint.__name__}, not {value!r}")
         return value
+
+    @classmethod
+    def _named(cls, key: str, value: Any) -> dict[str, Self]:
+        """Tables of this class by name: [gateway.keys.NAME]."""
+        if not isinstance(value, dict) or not all(isinstance(item, dict) for item in value.values()):
+            raise ConfigError(f"{key} holds tables, one per name, not {value!r}")
+        return {name: cls.from_table(item) for name, item in value.items()}
 
 
 def _require(name: str, value: float, low: float, high: float) -> None:
@@ -53,25 +62,63 @@ def _require(name: str, value: float, low: float, high: float) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KeyConfig(_Table):
+    """A [gateway.keys.NAME] table: who holds this API key, and what they may. `rill key NAME` makes one."""
+
+    sha256: str  # of the key, in hex: the key itself is nowhere on the server
+    contexts: int = 0  # at once over all connections; 0: as many as the connections hold
+    sockets: int = 0  # at once; 0: no limit of its own
+    text_minute: int = 0  # bytes of text a minute; 0: no limit of its own
+    unpaced: bool = True  # may ask for `pace: "none"`
+    controls: bool = False  # may use control tokens in text
+    voices: bool = True  # may register and drop voices
+
+    def __post_init__(self) -> None:
+        if len(self.sha256) != 64 or not set(self.sha256) <= set("0123456789abcdef"):
+            raise ConfigError("[gateway.keys] sha256 is 64 lower-case hex digits, as `rill key` prints them")
+        for name in ("contexts", "sockets", "text_minute"):
+            _require(f"[gateway.keys] {name}", getattr(self, name), 0, 2**40)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayConfig(_Table):
-    """The [gateway] table: where callers come in, and what each may take."""
+    """The [gateway] table: where callers come in, and what each may take. Limits hold per gateway process."""
 
     host: str = "127.0.0.1"
     port: int = 8020
     socket: str = "run/engine.sock"  # the engine's pipe; relative paths start at the working directory
+    processes: int = 1  # gateways at one port and one engine, by SO_REUSEPORT
     contexts: int = 16  # per connection
-    connections: int = 256
+    connections: int = 1_024
     text_bytes: int = 65_536  # per context, not yet spoken
     window_ms: int = 3_000  # audio a context may be ahead before the first credit
-    idle_ms: int = 600_000
+    idle_ms: int = 600_000  # of a connection with nothing open
+    context_idle_ms: int = 60_000  # of a context that waits for its client, holding a lane
+    age_ms: int = 3_600_000  # of a connection, +-10 %: then `goaway`
+    goaway_ms: int = 60_000  # what is open at that age may go on for so long
     stall_ms: int = 10_000  # a socket that takes nothing for so long is aborted
     ping_ms: int = 5_000
     drain_ms: int = 5_000
     origins: tuple[str, ...] = ()  # empty: only the gateway's own
+    proxies: tuple[str, ...] = ()  # addresses whose X-Forwarded-For is believed
+    keys: dict[str, KeyConfig] = field(default_factory=dict)
+    ticket_ms: int = 60_000
+    address_sockets: int = 512  # at once, per caller's address
+    address_pending: int = 256  # at once, handshakes not finished
+    address_handshakes_minute: int = 3_000
+    address_text_minute: int = 8_388_608  # bytes
+    log: str = "text"  # or "json": one object per line
+    spans: bool = False  # OpenTelemetry; the exporter is set up by the usual OTEL_ variables
 
     def __post_init__(self) -> None:
         _require("[gateway] port", self.port, 0, 65_535)
+        _require("[gateway] processes", self.processes, 1, 256)
         _require("[gateway] contexts", self.contexts, 1, 10_000)
+        _require("[gateway] ticket_ms", self.ticket_ms, 1, 60_000)
+        for name in ("connections", "address_sockets", "address_pending", "address_handshakes_minute", "age_ms"):
+            _require(f"[gateway] {name}", getattr(self, name), 1, 2**40)
+        if self.log not in ("text", "json"):
+            raise ConfigError(f"[gateway] log is {self.log!r}, allowed are 'text' and 'json'")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
