@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from engine.checkpoint import BACKBONE, SETTINGS_FILE
+from engine.checkpoint import BACKBONE, INV_FREQ, SETTINGS_FILE
 from engine.flow import Flow, FlowShape
 from engine.hift import Hift, HiftShape
 from engine.talker import Talker, TalkerShape
@@ -73,7 +73,7 @@ def random_checkpoint(
         "hift": hift_state(size.hift, generator),
     }
     for stem, state in parts.items():
-        state = {key: value.to(dtype) if value.is_floating_point() else value for key, value in state.items()}
+        state = {key: value if key == INV_FREQ else value.to(dtype) for key, value in state.items()}
         (save_file if suffix == ".safetensors" else torch.save)(state, folder / (stem + suffix))
     write_backbone(folder / BACKBONE, size.talker)
     (folder / SETTINGS_FILE).write_text(SETTINGS, encoding="utf-8")
@@ -112,12 +112,14 @@ def flow_state(shape: FlowShape, generator: torch.Generator) -> State:
     """Gentle last layer, so that the ten steps end near the noise they began with and not far outside a mel's range."""
     state = random_state(lambda: Flow(shape), generator)
     state["decoder.estimator.proj_out.weight"] *= 0.1
-    state["decoder.estimator.rotary_embed.inv_freq"] = inv_freq(shape.head_dim)
+    state[INV_FREQ] = inv_freq(shape.head_dim)
     return state
 
 
 def hift_state(shape: HiftShape, generator: torch.Generator) -> State:
+    """Gentle last layer: its exponential would else clip every sample."""
     state = random_state(lambda: Hift(shape), generator)
+    state["conv_post.weight"] *= 0.08
     state["f0_predictor.classifier.bias"].fill_(120.0)  # a voice's pitch, so that there is a voiced source
     return state
 
