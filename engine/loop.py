@@ -241,8 +241,8 @@ class Engine:
         plan = self.scheduler.plan(started)
         self._free()  # of cancelled tenants, before the next ones of their lanes run
         self._report(self.runner.launch(plan))
-        self._start_text_work()
         self._free()
+        self._start_text_work()  # of new tenants: their lanes are empty now
         self._gauge(started)
         self._deliver()
         self._is_idle = plan.is_empty

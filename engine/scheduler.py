@@ -300,12 +300,17 @@ class Scheduler:
 
     def close_link(self, link: int) -> None:
         """The gateway is gone: its contexts end without a word."""
-        for context in [c for c in self._contexts.values() if c.key.link == link]:
-            self._drop(context)
+        for context in self._waiting_first():
+            if context.key.link == link:
+                self._drop(context)
 
     def fail_all(self, error: SpeechError) -> None:
-        for context in list(self._contexts.values()):
+        for context in self._waiting_first():
             self._fail(context, error)
+
+    def _waiting_first(self) -> list[_Context]:
+        """All contexts, in an order in which none that is to end takes the lane of one that has."""
+        return [*self._waiting, *self._seated()]
 
     def _open(self, key: Key, message: Open, now: float) -> None:
         if key in self._contexts:
@@ -318,7 +323,7 @@ class Scheduler:
         context = _Context(key, message, since_s=now, due_s=now, served_s=now)
         self._contexts[key] = context
         self._waiting.append(context)
-        self._seat_waiting(now)
+        self._seat_waiting()
 
     def _cancel(self, key: Key) -> None:
         if (context := self._contexts.get(key)) is not None:
@@ -356,7 +361,8 @@ class Scheduler:
     def is_current(self, lane: Lane) -> bool:
         return self._lease[lane.index] == lane.lease and self._tenants[lane.index] is not None
 
-    def _seat_waiting(self, now: float) -> None:
+    def _seat_waiting(self) -> None:
+        """Who waits takes the free lanes. One may still be in `freed`: it is emptied before its text work begins."""
         while self._free and self._waiting:
             context = self._waiting.popleft()
             index = self._free.pop()
@@ -364,7 +370,6 @@ class Scheduler:
             self._lease[index] += 1
             self._tenants[index] = context
             context.lane = Lane(index, self._lease[index])
-            context.due_s = context.served_s = now if context.runs else context.due_s
             self._say(context.key, Opened(context=context.key.context, epoch=context.key.epoch))
             self._prepare_ahead(context)
             self._settle(context)
@@ -382,6 +387,7 @@ class Scheduler:
         self._free.append(index)
         self.freed.append(context.lane)
         self.unblock()
+        self._seat_waiting()
 
     def unblock(self) -> None:
         """Pages came free: those who waited for some may try again."""
@@ -423,7 +429,6 @@ class Scheduler:
     def plan(self, now: float) -> Plan:
         """The rows of the next step, most urgent first."""
         self._expire(now)
-        self._seat_waiting(now)
         urgent = sorted((c for c in self._seated() if c.runs), key=self._deadline_s)
         plan = self._plan_one(urgent) if self.limits.is_serial else self._plan_all(urgent)
         if plan.is_empty and (stuck := [c for c in urgent if c.is_blocked]):
@@ -621,16 +626,14 @@ class Scheduler:
         return self.limits.lanes - len(self._free)
 
     def check_integrity(self) -> None:
-        """Each lane is free or has one tenant; each context holds one lane or waits.
-
-        A lane that came free since the last plan is given out by the next.
-        """
+        """Each lane is free or has one tenant; each context has a lane or waits, and none waits beside a free lane."""
         seated = list(self._seated())
         assert len(seated) + len(self._free) == self.limits.lanes, "a lane is lost"
         assert len(set(self._free)) == len(self._free), "a lane is free twice"
         assert all(self._tenants[index] is None for index in self._free), "a free lane has a tenant"
         assert {c.key for c in seated} | {c.key for c in self._waiting} == set(self._contexts), "a context is lost"
         assert len(seated) + len(self._waiting) == len(self._contexts), "a context has two places"
+        assert not (self._free and self._waiting), "a context waits beside a free lane"
 
 
 def _first(rows: Iterable[Row | None], count: int) -> tuple[Row, ...]:
