@@ -94,7 +94,7 @@ def random_tensor(key: str, shape: tuple[int, ...], generator: torch.Generator) 
         return torch.ones(shape)
     if len(shape) < 2:
         return 0.02 * torch.randn(shape, generator=generator)
-    if "embed" in key and len(shape) == 2:
+    if key.endswith(("embed_tokens.weight", "embedding.weight")):
         return torch.randn(shape, generator=generator)
     fan_in = max(1, torch.Size(shape[1:]).numel())
     return torch.randn(shape, generator=generator) * fan_in**-0.5
