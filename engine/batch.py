@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.cache import OutOfPages
-from engine.flow import Flow, FlowError, FlowPrefix, FlowRow, FlowStore, FlowVoice
+from engine.flow import FRAMES_PER_TOKEN, Flow, FlowError, FlowPrefix, FlowRow, FlowStore, FlowVoice
 from engine.frontend import Prompt
 from engine.hift import Hift, HiftState, NoiseTooShort
 from engine.noise import MAX_FRAMES
@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 Row = TypeVar("Row", TalkerRow, FlowStep, HiftRow)
 Result = TypeVar("Result")
 
+MAX_VOICES = 1_024  # whose prompts stay on the device, 0.1 MB each
 MAX_SILENT_RUN = 75  # ids, three seconds: a talker that says nothing for so long has lost its text
 
 
@@ -69,10 +70,6 @@ class Utterance:
     def most_rows(self) -> int:
         """Talker rows if the stop token never comes."""
         return self.prefill_rows + self.limits.max_len
-
-    @property
-    def lengths(self) -> Lengths:
-        return Lengths(self.prefill_rows, len(self.voice.tokens))
 
 
 @dataclass(slots=True, eq=False)
@@ -139,21 +136,24 @@ class Models:
 class Runner:
     """One object per lane, by index; only this class writes the device."""
 
-    def __init__(self, models: Models, *, lanes: int, rows_per_launch: int) -> None:
+    def __init__(self, models: Models, *, lanes: int, rows_per_launch: int, prompt_remainder: int = 0) -> None:
         self.models = models
         self.rows_per_launch = rows_per_launch
-        self.prefixes = Prefixes(models.flow, models.flow_store)
+        self.prefixes = Prefixes(models.flow, models.flow_store, prompt_remainder)
         self._lanes: list[dict[Part, Segment]] = [{} for _ in range(lanes)]
         self._leases = [0] * lanes
 
     # Lanes
+
+    def lengths(self, utterance: Utterance) -> Lengths:
+        return Lengths(utterance.prefill_rows, self.prefixes.prompt_tokens(utterance.voice))
 
     def check(self, utterance: Utterance) -> None:
         """Raises TextTooLong if the caches could never hold this part."""
         rows, limit = utterance.most_rows, self.models.talker_store.pool.num_pages * PAGE_ROWS
         if rows > limit:
             raise TextTooLong(f"the talker may need {rows} rows for this text, its cache holds {limit}")
-        pages = self.models.flow.pages_for(len(utterance.voice.tokens) + utterance.limits.min_len)
+        pages = self.models.flow.pages_for(self.prefixes.prompt_tokens(utterance.voice) + utterance.limits.min_len)
         if pages > self.models.flow_store.pool.num_pages:
             limit = self.models.flow_store.pool.num_pages
             raise TextTooLong(f"the flow needs {pages} pages at least for this text, its cache holds {limit}")
@@ -324,7 +324,7 @@ class Runner:
 
     def _solve_whole(self, row: FlowStep, segment: Segment, done: Launched) -> None:
         """Full response: bidirectional attention over all tokens."""
-        device, voice = self.models.device, self.prefixes.voice(segment.utterance.voice)
+        device, voice = self.models.device, self.prefixes.whole(segment.utterance.voice)
         tokens = torch.tensor([segment.tokens], device=device)
         prompt = (voice.tokens[None], voice.mel[None], voice.embedding[None])
         try:
@@ -390,23 +390,46 @@ def _ends_prompt(row: TalkerRow, segment: Segment) -> bool:
 
 
 class Prefixes:
-    """The solved whole chunks of voices' prompts: once per voice, shared by its rows; the oldest unused goes first."""
+    """The solved whole chunks of voices' prompts: once per voice, shared by its rows; the oldest unused goes first.
 
-    def __init__(self, flow: Flow, store: FlowStore) -> None:
-        self.flow, self.store = flow, store
-        self._voices: dict[str, FlowVoice] = {}
+    A row's first hop ends at the first chunk boundary after its prompt, so a prompt that ends shortly before one is
+    heard sooner. With a remainder of 1..24 the flow leaves out as much of a prompt's start as makes it that many
+    tokens longer than a whole number of chunks. The talker keeps all of it: its prompt must match the transcript.
+    """
+
+    def __init__(self, flow: Flow, store: FlowStore, remainder: int = 0) -> None:
+        self.flow, self.store, self.remainder = flow, store, remainder
+        self._voices: OrderedDict[str, tuple[FlowVoice, FlowVoice]] = OrderedDict()  # whole, trimmed
         self._solved: OrderedDict[str, FlowPrefix] = OrderedDict()
 
     @property
     def num_pages(self) -> int:
         return sum(len(prefix.pages) for prefix in self._solved.values())
 
+    def prompt_tokens(self, voice: Voice) -> int:
+        """Of a streamed row."""
+        tokens = len(voice.tokens)
+        if not self.remainder or tokens < self.remainder:
+            return tokens
+        return tokens - (tokens - self.remainder) % self.flow.shape.chunk_tokens
+
+    def whole(self, voice: Voice) -> FlowVoice:
+        """The voice on the device, for a full response."""
+        return self._on_device(voice)[0]
+
     def voice(self, voice: Voice) -> FlowVoice:
-        """The voice on the device."""
+        """The voice on the device as a streamed row takes it."""
+        return self._on_device(voice)[1]
+
+    def _on_device(self, voice: Voice) -> tuple[FlowVoice, FlowVoice]:
         if voice.id not in self._voices:
-            device = self.flow.device
-            parts = (voice.tokens.to(device), voice.mel.to(device), voice.embedding.to(device))
-            self._voices[voice.id] = FlowVoice(*parts)
+            device, left_out = self.flow.device, len(voice.tokens) - self.prompt_tokens(voice)
+            tokens, mel, embedding = (x.to(device) for x in (voice.tokens, voice.mel, voice.embedding))
+            trimmed = FlowVoice(tokens[left_out:], mel[FRAMES_PER_TOKEN * left_out :], embedding)
+            self._voices[voice.id] = FlowVoice(tokens, mel, embedding), trimmed
+            if len(self._voices) > MAX_VOICES:
+                self._voices.popitem(last=False)
+        self._voices.move_to_end(voice.id)
         return self._voices[voice.id]
 
     def row(self, voice: Voice) -> FlowRow:

@@ -137,6 +137,7 @@ class EngineConfig(_Table):
     flow_pages: int = 0  # of 50 frames; 0: enough for every lane, as far as the memory goes
     lookahead_s: float = 2.0  # audio's worth of tokens that a talker may be ahead of its credit
     prefill_rows: int = 512  # of one prompt and one step
+    prompt_remainder: int = 0  # the flow's prompts lose their start, up to n * 25 + this many tokens; 0: they don't
     clause_tokens: int = 400  # text tokens of one clause, prompt not counted
     clauses: int = 512  # waiting in one context
     gauges_ms: int = 1_000
@@ -153,6 +154,7 @@ class EngineConfig(_Table):
         _require("[engine] lanes", self.lanes, 1, 4_096)
         _require("[engine] waiting", self.waiting, 0, 100_000)
         _require("[engine] lookahead_s", self.lookahead_s, 0.0, 600.0)
+        _require("[engine] prompt_remainder", self.prompt_remainder, 0, 24)
         _require("[engine] prefill_rows", self.prefill_rows, 1, 65_536)
         _require("[engine] clause_tokens", self.clause_tokens, 1, 8_192)
         _require("[engine] threads", self.threads, 0, 1_024)

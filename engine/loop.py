@@ -320,7 +320,7 @@ class Engine:
         except TextTooLong as too_long:
             self.scheduler.failed(lane, too_long)
             return
-        if self.scheduler.prepared(lane, clause, [utterance.lengths for utterance in utterances]):
+        if self.scheduler.prepared(lane, clause, [self.runner.lengths(utterance) for utterance in utterances]):
             for number, utterance in enumerate(utterances):
                 self.runner.seat(lane, Part(clause, number), utterance)
 

@@ -186,7 +186,12 @@ def build(config: Config, deliver: Deliver, worker: Executor) -> Engine:
     if reader.default_voice not in voices:
         raise ConfigError(f"[model] voice is {reader.default_voice!r}, known are {sorted(voices)}")
     return Engine(
-        Runner(models, lanes=settings.lanes, rows_per_launch=settings.rows_per_launch),
+        Runner(
+            models,
+            lanes=settings.lanes,
+            rows_per_launch=settings.rows_per_launch,
+            prompt_remainder=settings.prompt_remainder,
+        ),
         Scheduler(limits(settings)),
         reader,
         worker=worker,

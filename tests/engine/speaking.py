@@ -67,7 +67,12 @@ class Speaking:
             clause_tokens=chosen.clause_tokens,
             can_stream=chosen.mode == "streaming",
         )
-        runner = Runner(with_caches(checkpoint, chosen), lanes=chosen.lanes, rows_per_launch=chosen.rows_per_launch)
+        runner = Runner(
+            with_caches(checkpoint, chosen),
+            lanes=chosen.lanes,
+            rows_per_launch=chosen.rows_per_launch,
+            prompt_remainder=chosen.prompt_remainder,
+        )
         self.said: defaultdict[int, list[ToGateway]] = defaultdict(list)
         self.gauges: list[Gauges] = []
         self.engine = Engine(

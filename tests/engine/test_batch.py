@@ -12,7 +12,7 @@ from engine.flow import Flow, FlowStore
 from engine.frontend import Prompt
 from engine.noise import MAX_FRAMES
 from engine.sampler import Mask, Sampling
-from engine.scheduler import Lengths, Part
+from engine.scheduler import Part
 from engine.talker import Limits, SilentRunFilter
 from engine.voices import Voice
 from tests.random_checkpoint import TINY, flow_state, random_voice
@@ -35,7 +35,6 @@ def test_the_prefill_is_sos_prompt_text_text_task_and_prompt_speech() -> None:
     assert an_utterance().prefill_rows == 1 + 3 + 4 + 1 + 60
     assert an_utterance(has_prompt_speech=False).prefill_rows == 1 + 3 + 4 + 1
     assert an_utterance().most_rows == 69 + 80
-    assert an_utterance().lengths == Lengths(prefill_rows=69, prompt_tokens=60)
 
 
 def test_a_part_is_limited_by_its_text_and_by_the_fixed_noise() -> None:
@@ -89,3 +88,18 @@ def test_the_oldest_unused_prompt_is_given_up_and_a_used_one_never(prefixes: Pre
     held.close(prefixes.store)
     assert pool.num_used == prefixes.num_pages == 4
     pool.check_integrity()
+
+
+@pytest.mark.parametrize(("tokens", "kept"), [(105, 88), (111, 88), (88, 88), (87, 63), (13, 13), (12, 12), (0, 0)])
+def test_a_prompt_loses_its_start_so_that_it_ends_before_a_chunk_does(
+    prefixes: Prefixes, tokens: int, kept: int
+) -> None:
+    trimming = Prefixes(prefixes.flow, prefixes.store, remainder=13)
+    voice = a_voice(tokens=tokens)
+    assert trimming.prompt_tokens(voice) == kept
+    assert prefixes.prompt_tokens(voice) == tokens
+    short, whole = trimming.voice(voice), trimming.whole(voice)
+    assert (len(short.tokens), len(short.mel)) == (kept, 2 * kept)
+    assert torch.equal(short.tokens, voice.tokens[tokens - kept :])
+    assert torch.equal(short.mel, voice.mel[2 * (tokens - kept) :])
+    assert len(whole.tokens) == tokens
