@@ -1,4 +1,4 @@
-"""`rill serve`, `rill say`, `rill voices`.
+"""`rill serve`, `rill say`, `rill voices`, `rill bench`.
 
 `serve` starts the engine and the gateway as child processes, restarts an engine that dies, and ends both in order.
 `say` streams text to a WAV file or to a player. Exit codes: 0 done, 1 it failed, 2 wrong usage or configuration, 130
@@ -25,6 +25,7 @@ from typing import Final, Self
 import uvloop
 
 from engine import config as profiles
+from gateway import bench
 from gateway.client import Client, Context, connect, probe
 from gateway.errors import ConfigError, GatewayError
 from gateway.server import check_exposure
@@ -83,6 +84,9 @@ def _parser() -> argparse.ArgumentParser:
     voices = commands.add_parser("voices", help="list the voices")
     voices.set_defaults(command=_voices)
     _add_server(voices)
+    measure = commands.add_parser("bench", help="measure first audio, throughput and underruns under load")
+    measure.set_defaults(command=_bench)
+    bench.add_arguments(measure, DEFAULT_PROFILE)
     return parser
 
 
@@ -244,14 +248,28 @@ async def _server(options: argparse.Namespace) -> AsyncIterator[str]:
         yield default
     else:
         print("rill: no server is running; starting one for this call", file=sys.stderr)
-        async with ServerPair(options.config, ["--port", "0"]) as pair:
-            address, failure = asyncio.create_task(pair.address()), asyncio.create_task(pair.failure())
-            await asyncio.wait((address, failure), return_when=asyncio.FIRST_COMPLETED)
-            failure.cancel()
-            if not address.done():
-                address.cancel()
-                raise GatewayError(await pair.failure())
-            yield address.result()
+        async with own_server(options.config) as address:
+            yield address
+
+
+@contextlib.asynccontextmanager
+async def own_server(profile: Path) -> AsyncIterator[str]:
+    """The address of an engine and a gateway of our own. Raises GatewayError if they never get ready."""
+    async with ServerPair(profile, ["--port", "0"]) as pair:
+        address, failure = asyncio.create_task(pair.address()), asyncio.create_task(pair.failure())
+        await asyncio.wait((address, failure), return_when=asyncio.FIRST_COMPLETED)
+        failure.cancel()
+        if not address.done():
+            address.cancel()
+            raise GatewayError(await pair.failure())
+        yield address.result()
+
+
+# ---- bench
+
+
+def _bench(options: argparse.Namespace) -> int:
+    return uvloop.run(bench.run(options, own_server))
 
 
 # ---- say and voices
