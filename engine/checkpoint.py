@@ -31,6 +31,8 @@ from engine.sampler import Sampling
 from engine.talker import Talker, TalkerShape
 
 BACKBONE = "CosyVoice-BlankEN"
+TOKENIZER = "speech_tokenizer_v3.onnx"
+ENCODER = "campplus.onnx"
 SETTINGS_FILE = "cosyvoice3.yaml"
 WRAPPERS = ("state_dict", "model", "module")
 SILENT_IDS = (1, 2, 28, 29, 55, 248, 494, 2241, 2242, 2322, 2323)
@@ -78,9 +80,9 @@ class Checkpoint:
     def cloning_models(self) -> tuple[Path, Path]:
         """The two ONNX models that a new voice needs. Raises CheckpointError naming what is missing."""
         if self.speech_tokenizer_onnx is None:
-            raise CheckpointError(f"{self.folder} lacks speech_tokenizer_v3.onnx, so it can't take up a new voice")
+            raise CheckpointError(f"{self.folder} lacks {TOKENIZER}, so it can't take up a new voice")
         if self.campplus_onnx is None:
-            raise CheckpointError(f"{self.folder} lacks campplus.onnx, so it can't take up a new voice")
+            raise CheckpointError(f"{self.folder} lacks {ENCODER}, so it can't take up a new voice")
         return self.speech_tokenizer_onnx, self.campplus_onnx
 
 
@@ -98,8 +100,8 @@ def load(folder: Path, device: torch.device | str, dtype: torch.dtype = torch.fl
         settings=settings,
         tokenizer_dir=folder / BACKBONE,
         spk2info=found(folder / "spk2info.pt"),
-        speech_tokenizer_onnx=found(folder / "speech_tokenizer_v3.onnx"),
-        campplus_onnx=found(folder / "campplus.onnx"),
+        speech_tokenizer_onnx=found(folder / TOKENIZER),
+        campplus_onnx=found(folder / ENCODER),
     )
 
 

@@ -29,6 +29,7 @@ from engine.decoding import (
     BadVoice,
     decode,
 )
+from engine.frontend import END_OF_PROMPT, has_speech
 from engine.voices import Voice
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ MEL_RATE_HZ = 24_000
 TOKEN_RATE_HZ = 16_000
 MEL_MARGIN = 720  # samples that a mel frame reads on either side of its 480
 SILENCE_DBFS = -60.0
+CHARS_PER_SECOND = 40.0  # of a transcript: twice as fast as anybody speaks
 MAX_PEAK = 2.0
 
 
@@ -186,6 +188,16 @@ def check_recording(recording: Recording) -> None:
         raise BadVoice(f"the recording is silent: {level:.0f} dBFS; at least {SILENCE_DBFS:g} dBFS is needed")
 
 
+def check_transcript(transcript: str, seconds: float) -> None:
+    """Raise BadVoice unless these can be the words of so long a recording."""
+    words = transcript.rpartition(END_OF_PROMPT)[2].strip()
+    if not has_speech(words):
+        raise BadVoice("the transcript is empty; it must hold the words of the recording")
+    most = int(CHARS_PER_SECOND * seconds)
+    if len(words) > most:
+        raise BadVoice(f"the transcript has {len(words)} characters; in {seconds:.1f} s at most {most} can be spoken")
+
+
 def _seconds(seconds: float) -> str:
     return f"over {MAX_SECONDS:g} s" if seconds > MAX_SECONDS else f"{seconds:.2f} s"
 
@@ -225,8 +237,7 @@ class Conditioner:
         """The voice of a recording of 3 to 30 s and the words spoken in it. Raises BadVoice."""
         recording = source if isinstance(source, Recording) else load_audio(source)
         check_recording(recording)
-        if not transcript.strip():
-            raise BadVoice("the transcript is empty; it must hold the words of the recording")
+        check_transcript(transcript, recording.seconds)
         wave = recording.at(TOKEN_RATE_HZ)
         tokens, mel = align(self.speech_tokens(wave), prompt_mel(recording.at(MEL_RATE_HZ))[0])
         voice_id = _content_id(recording, transcript)
@@ -235,7 +246,7 @@ class Conditioner:
             name=name or voice_id,
             lang=lang,
             transcript=transcript,
-            prompt_text=tuple(self._tokenizer.prompt_ids(transcript)),
+            prompt_text=tuple(self._tokenizer.prompt_ids(transcript, lang=lang)),
             tokens=tokens,
             mel=mel,
             embedding=self.embedding(wave),

@@ -141,6 +141,7 @@ class EngineConfig(_Table):
     clause_tokens: int = 400  # text tokens of one clause, prompt not counted
     clauses: int = 512  # waiting in one context
     gauges_ms: int = 1_000
+    cloning_threads: int = 1  # of the child that conditions new voices
 
     def __post_init__(self) -> None:
         if self.mode not in ("streaming", "full"):
@@ -181,6 +182,15 @@ class ModelConfig(_Table):
     checkpoint: str = "embedded"  # a folder in the official layout; "embedded": the one inside the package
     voice: str = ""  # the default voice; empty: the first one there is
     prompts: str = ""  # a folder of recordings, NAME.wav beside NAME.txt, to take up as voices at the start
+    voices: str = "run/voices"  # where callers' voices are kept; empty: for as long as the engine runs
+    voice_memory_mb: int = 256  # of callers' voices in memory; the longest unused are read from disk again
+    voice_disk_mb: int = 1_024  # of callers' voices altogether; the next one is refused
+    voices_per_key: int = 100
+
+    def __post_init__(self) -> None:
+        _require("[model] voice_memory_mb", self.voice_memory_mb, 1, 1 << 20)
+        _require("[model] voice_disk_mb", self.voice_disk_mb, 1, 1 << 20)
+        _require("[model] voices_per_key", self.voices_per_key, 0, 200)  # their list must fit one message
 
     @property
     def folder(self) -> Path:

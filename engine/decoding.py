@@ -29,6 +29,7 @@ BLOCK_FRAMES = 1 << 16  # decoded at once, so that many channels take no more me
 
 MEMORY_BYTES = 1 << 30  # address space of the child; its libraries alone map half of it
 PROCESSOR_S = 10
+PROGRAM = Path(__file__).resolve()
 PATIENCE_S = 30.0  # by the wall clock: the child may have to share a core
 
 _SAMPLES, _REASON = b"s", b"r"
@@ -114,7 +115,7 @@ async def decode_in_child(data: bytes) -> tuple[Floats, int]:
     child = await asyncio.create_subprocess_exec(
         sys.executable,
         "-P",  # this folder's other files are no modules of the child's
-        str(Path(__file__).resolve()),
+        str(PROGRAM),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,

@@ -652,13 +652,16 @@ class Prompt:
     num_target: int
 
 
-def choose_mode(*, instruct: str | None, voice_prompt_text: Sequence[int], has_prompt: bool) -> Mode:
-    """The mode that a request asks for without naming it."""
+def choose_mode(
+    *, instruct: str | None, voice_prompt_text: Sequence[int], has_prompt: bool, is_foreign: bool = False
+) -> Mode:
+    """The mode that a request asks for without naming it. is_foreign: the text is in another language than the voice's
+    transcript, which would lead the talker astray then."""
     if instruct and instruct.strip():
         return "instruct2"
     if not has_prompt:
         return "sft"
-    return "zero_shot" if voice_prompt_text else "cross_lingual"
+    return "zero_shot" if voice_prompt_text and not is_foreign else "cross_lingual"
 
 
 def assemble(

@@ -10,9 +10,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 
 from engine.batch import EngineFault, Launched, Runner, Utterance, part_limits
@@ -28,7 +28,6 @@ from engine.messages import (
     SamplingChoice,
     ToEngine,
     ToGateway,
-    VoiceInfo,
 )
 from engine.sampler import Sampling
 from engine.scheduler import (
@@ -43,6 +42,7 @@ from engine.scheduler import (
     UnknownVoice,
     Unsupported,
 )
+from engine.voice_store import VoiceStore
 from engine.voices import Voice
 
 logger = logging.getLogger(__name__)
@@ -112,13 +112,20 @@ class Inbox:
 # Text work
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settled(Open):
+    """An Open with nothing left to defaults. It holds its voice: a context goes on with one that is dropped."""
+
+    speaker: Voice
+
+
 class Reader:
     """A clause's text -> what the models take. `utterances` runs on a worker thread and changes nothing here."""
 
     def __init__(
         self,
         tokenizer: Tokenizer,
-        voices: Mapping[str, Voice],
+        voices: VoiceStore,
         *,
         sampling: Sampling,
         code_ratios: tuple[float, float],
@@ -130,13 +137,16 @@ class Reader:
         self.code_ratios = code_ratios
         self.default_voice, self.clause_tokens, self.can_stream = default_voice, clause_tokens, can_stream
 
-    def settled(self, message: Open) -> Open:
-        """The Open with nothing left to defaults. Raises UnknownVoice or Unsupported."""
-        voice = message.voice or self.default_voice
-        if voice not in self.voices:
-            raise UnknownVoice(f"no such voice; {len(self.voices)} are known")
+    def settled(self, message: Open) -> Settled:
+        """Raises UnknownVoice or Unsupported."""
         self._sampling(message.sampling)
-        return replace(message, voice=voice, streaming=message.streaming and self.can_stream)
+        try:
+            speaker = self.voices.get(message.voice or self.default_voice)
+        except KeyError as error:
+            raise UnknownVoice(f"no such voice; {len(self.voices)} are known") from error
+        given = {field.name: getattr(message, field.name) for field in fields(message)}
+        streaming = message.streaming and self.can_stream
+        return Settled(**{**given, "voice": speaker.id, "streaming": streaming}, speaker=speaker)
 
     def _sampling(self, choice: SamplingChoice | None) -> Sampling:
         if choice is None:
@@ -150,13 +160,19 @@ class Reader:
     def utterances(self, job: Preparation) -> list[Utterance]:
         """The clause in parts; none where there is nothing to say. Raises TextTooLong."""
         opened = job.opened
+        assert isinstance(opened, Settled), "the loop settles what it gives to the scheduler"
         lang, can_steer = opened.lang or "", opened.allow_controls
         parts = segments(job.text, self.tokenizer, lang=lang, allow_controls=can_steer)
         return [self._utterance(opened, part) for part in parts]
 
-    def _utterance(self, opened: Open, text: str) -> Utterance:
-        voice = self.voices[opened.voice]
-        mode = choose_mode(instruct=opened.instruct, voice_prompt_text=voice.prompt_text, has_prompt=voice.has_prompt)
+    def _utterance(self, opened: Settled, text: str) -> Utterance:
+        voice = opened.speaker
+        mode = choose_mode(
+            instruct=opened.instruct,
+            voice_prompt_text=voice.prompt_text,
+            has_prompt=voice.has_prompt,
+            is_foreign=are_foreign(opened.lang or "", voice.lang),
+        )
         prompt = assemble(
             mode,
             text,
@@ -176,11 +192,11 @@ class Reader:
             is_streaming=opened.streaming,
         )
 
-    def infos(self) -> list[VoiceInfo]:
-        return [
-            VoiceInfo(id=voice.id, name=voice.name, lang=voice.lang, ms=voice.prompt_ms)
-            for voice in self.voices.values()
-        ]
+
+def are_foreign(lang: str, other: str) -> bool:
+    """Whether both languages are known and differ: en and de, but not en-GB and en."""
+    first, second = (tag.lower().replace("_", "-").partition("-")[0] for tag in (lang, other))
+    return bool(first and second) and first != second
 
 
 def _as_speech_error(error: BaseException) -> SpeechError:
@@ -252,7 +268,7 @@ class Engine:
 
     def warm(self) -> None:
         """Speak a sentence with every voice, so that no caller pays for first times. Raises EngineFault."""
-        for number, voice in enumerate(self.reader.voices):
+        for number, voice in enumerate(self.reader.voices.builtin):
             self._say_to_itself(
                 Open(context=number, epoch=0, voice=voice, seed=0),
                 Clause(context=number, epoch=0, index=0, text=WARM_TEXT),
@@ -345,7 +361,7 @@ class Engine:
     # What goes out
 
     def ready(self) -> Ready:
-        voices, lanes = self.reader.infos(), self.scheduler.limits.lanes
+        voices, lanes = self.reader.voices.infos(), self.scheduler.limits.lanes
         return Ready(model=self.model, voices=voices, sample_rate=SAMPLE_RATE_HZ, lanes=lanes)
 
     def gauges(self) -> Gauges:

@@ -32,12 +32,16 @@ class SamplingChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VoiceInfo:
-    """A voice that the engine can speak with. ms is the length of its prompt."""
+    """A voice that the engine can speak with. ms is the length of its prompt.
+
+    owners: who registered it, with the name that each gave; none of them: it is everyone's.
+    """
 
     id: str
     name: str
     lang: str
     ms: int
+    owners: dict[str, str] = field(default_factory=dict)
 
 
 # Gateway -> engine
@@ -93,12 +97,35 @@ class Credit:
     samples: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VoicePut:
+    """Make a voice of a recording, for this owner. Answered with VoiceKept or Failed; context is the upload's name."""
+
+    context: int
+    epoch: int
+    owner: str
+    name: str
+    transcript: str
+    lang: str
+    audio: bytes  # the file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VoiceDrop:
+    """This owner gives up a voice that it registered. Answered with VoiceDropped or Failed."""
+
+    context: int
+    epoch: int
+    owner: str
+    voice: str
+
+
 # Engine -> gateway
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
-    """First message on a new link, once the engine is warm."""
+    """First message on a new link, once the engine is warm; and again whenever the voices have changed."""
 
     model: str
     voices: list[VoiceInfo]
@@ -173,6 +200,23 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class VoiceKept:
+    """Terminal: the voice can be spoken with; a Ready that lists it came before."""
+
+    context: int
+    epoch: int
+    voice: VoiceInfo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VoiceDropped:
+    """Terminal: the owner has the voice no more. Open contexts go on with it."""
+
+    context: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Gauges:
     """How full the engine is. Sent at a fixed pace and after each context's end. A page is 32 rows or 50 frames."""
 
@@ -188,8 +232,10 @@ class Gauges:
     step_ms: float = 0.0
 
 
-ToEngine = Open | Clause | End | Cancel | Credit
-ToGateway = Ready | Opened | ClauseTaken | Audio | ClauseDone | Done | Cancelled | Failed | Gauges
+ToEngine = Open | Clause | End | Cancel | Credit | VoicePut | VoiceDrop
+ToGateway = (
+    Ready | Opened | ClauseTaken | Audio | ClauseDone | Done | Cancelled | Failed | VoiceKept | VoiceDropped | Gauges
+)
 Message = ToEngine | ToGateway
 Terminal = Done | Cancelled | Failed
 
@@ -199,6 +245,8 @@ TABLE: Mapping[str, type[Message]] = {
     "end": End,
     "cancel": Cancel,
     "credit": Credit,
+    "voice_put": VoicePut,
+    "voice_drop": VoiceDrop,
     "ready": Ready,
     "opened": Opened,
     "taken": ClauseTaken,
@@ -207,6 +255,8 @@ TABLE: Mapping[str, type[Message]] = {
     "done": Done,
     "cancelled": Cancelled,
     "failed": Failed,
+    "voice_kept": VoiceKept,
+    "voice_dropped": VoiceDropped,
     "gauges": Gauges,
 }
 _TAG: Mapping[type[Message], str] = {kind: tag for tag, kind in TABLE.items()}

@@ -13,7 +13,7 @@ import os
 import signal
 import socket as sockets
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
@@ -26,15 +26,17 @@ from websockets.exceptions import ConnectionClosed
 
 from engine import checkpoint as checkpoints
 from engine.batch import Models, Runner
+from engine.cloning import Cloning, CloningModels
 from engine.conditioning import Conditioner
 from engine.config import Config, ConfigError, EngineConfig
 from engine.flow import FlowStore
 from engine.frontend import Tokenizer
 from engine.leash import on_parent_gone
 from engine.loop import Deliver, Engine, Inbox, LinkClosed, LinkOpened, Reader, Said, Stop
-from engine.messages import SAMPLE_RATE_HZ, Audio, ToEngine, ToGateway, pack, unpack
+from engine.messages import SAMPLE_RATE_HZ, Audio, ToEngine, ToGateway, VoiceDrop, VoicePut, pack, unpack
 from engine.scheduler import Limits, Scheduler
 from engine.talker import TalkerStore
+from engine.voice_store import VoiceStore
 from engine.voices import Voice, read_voices
 
 logger = logging.getLogger(__name__)
@@ -92,9 +94,14 @@ class Pipe:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.inbox: Inbox | None = None  # the engine's, once there is one
+        self.cloning: Cloning | None = None  # likewise
         self._loop = loop
         self._links: dict[int, Link] = {}
         self._numbers = count()
+
+    @property
+    def links(self) -> list[int]:
+        return list(self._links)
 
     def post(self, outgoing: list[tuple[int, ToGateway]]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to hear it
@@ -126,12 +133,21 @@ class Pipe:
     async def _pump_in(self, number: int, link: Link, inbox: Inbox) -> None:
         try:
             async for data in link.connection:
-                inbox.put(*(Said(number, message) for message in read(data)))
+                inbox.put(*self._sort(number, read(data)))
         except ConnectionClosed:
             logger.info("link %d was lost", number)
         except (ValueError, msgpack.UnpackException) as error:
             logger.error("link %d sent what is no message: %s", number, error)
             await link.connection.close(BAD_MESSAGE, "not a message of the pipe")
+
+    def _sort(self, number: int, messages: Iterable[ToEngine]) -> Iterator[Said]:
+        """What the engine's loop is to hear; recordings go elsewhere."""
+        for message in messages:
+            if isinstance(message, VoicePut | VoiceDrop):
+                assert self.cloning is not None, "the pipe opens after the engine is warm"
+                self.cloning.take(number, message)
+            else:
+                yield Said(number, message)
 
     async def close(self, code: int) -> None:
         """Send what waits, for FLUSH_S at most, and end every link."""
@@ -173,18 +189,18 @@ def build(config: Config, deliver: Deliver, worker: Executor) -> Engine:
     checkpoint = checkpoints.load(config.model.folder, settings.device, getattr(torch, settings.dtype))
     models = with_caches(checkpoint, settings)
     tokenizer = Tokenizer(checkpoint.tokenizer_dir)
-    voices = known_voices(checkpoint, config, tokenizer)
+    voices = voice_store(known_voices(checkpoint, config, tokenizer), config)
     reader = Reader(
         tokenizer,
         voices,
         sampling=checkpoint.settings.sampling,
         code_ratios=checkpoint.settings.code_ratios,
-        default_voice=config.model.voice or next(iter(voices), ""),
+        default_voice=config.model.voice or next(iter(voices.builtin), ""),
         clause_tokens=settings.clause_tokens,
         can_stream=settings.mode == "streaming",
     )
-    if reader.default_voice not in voices:
-        raise ConfigError(f"[model] voice is {reader.default_voice!r}, known are {sorted(voices)}")
+    if reader.default_voice not in voices.builtin:
+        raise ConfigError(f"[model] voice is {reader.default_voice!r}, known are {sorted(voices.builtin)}")
     return Engine(
         Runner(
             models,
@@ -254,6 +270,26 @@ def known_voices(checkpoint: checkpoints.Checkpoint, config: Config, tokenizer: 
     return voices
 
 
+def voice_store(builtin: dict[str, Voice], config: Config) -> VoiceStore:
+    """With the voices that callers registered earlier with the same models. Raises VoiceFileError."""
+    models, folder = cloning_models(config.model.folder), config.model.voices
+    return VoiceStore(
+        builtin,
+        Path(folder).expanduser() / models.fingerprint() if models is not None and folder else None,
+        memory_bytes=config.model.voice_memory_mb << 20,
+        disk_bytes=config.model.voice_disk_mb << 20,
+        per_owner=config.model.voices_per_key,
+    )
+
+
+def cloning_models(folder: Path) -> CloningModels | None:
+    """None where the checkpoint lacks one of the two encoders."""
+    tokenizer, encoder = (checkpoints.found(folder / name) for name in (checkpoints.TOKENIZER, checkpoints.ENCODER))
+    if tokenizer is None or encoder is None:
+        return None
+    return CloningModels(tokenizer, encoder, folder / checkpoints.BACKBONE)
+
+
 # The process
 
 
@@ -294,6 +330,14 @@ async def _serve(
     engine = await loop.run_in_executor(device, build, config, pipe.post, text)
     await loop.run_in_executor(device, engine.warm)
     pipe.inbox = engine.inbox
+    pipe.cloning = cloning = Cloning(
+        engine.reader.voices,
+        cloning_models(config.model.folder),
+        post=pipe.post,
+        links=lambda: pipe.links,
+        ready=engine.ready,
+        threads=config.engine.cloning_threads,
+    )
     server = await unix_serve(
         pipe.handle, str(socket), compression=None, max_size=MESSAGE_BYTES, ping_interval=None, close_timeout=FLUSH_S
     )
@@ -310,6 +354,7 @@ async def _serve(
     if fault is not None:
         logger.critical("the device loop has failed", exc_info=fault)
         engine.abandon()
+    await cloning.close()
     await asyncio.sleep(0)  # let the loop's last posts reach the outboxes
     await pipe.close(GOING_AWAY if fault is None else RESTARTING)
     server.close()

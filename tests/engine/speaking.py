@@ -32,6 +32,7 @@ from engine.messages import (
 )
 from engine.scheduler import Scheduler
 from engine.server import limits, with_caches
+from engine.voice_store import VoiceStore
 from engine.voices import read_voices
 
 LINK = 0
@@ -60,7 +61,7 @@ class Speaking:
         voices = read_voices(folder / "spk2info.pt")
         reader = Reader(
             Tokenizer(checkpoint.tokenizer_dir),
-            voices,
+            VoiceStore(voices),
             sampling=checkpoint.settings.sampling,
             code_ratios=checkpoint.settings.code_ratios,
             default_voice=next(iter(voices)),

@@ -23,6 +23,7 @@ from engine.messages import (
     SamplingChoice,
 )
 from engine.scheduler import FlowRow, Part
+from engine.voice_store import VoiceStore
 from engine.voices import Voice
 from tests.engine.speaking import Speaking
 from tests.random_checkpoint import TINY, random_checkpoint
@@ -150,7 +151,7 @@ def test_what_is_spoken_is_what_the_models_give_offline(
         speaking.runner, "_release", lambda segment: (spoken.append(list(segment.tokens)), release(segment))
     )
     pcm = speaking.speak(1, "Hi.", streaming=streaming)
-    voice = speaking.runner.prefixes.voice(speaking.engine.reader.voices["anna"])
+    voice = speaking.runner.prefixes.voice(speaking.engine.reader.voices.get("anna"))
     prompt = (voice.tokens[None], voice.mel[None], voice.embedding[None])
     tokens = torch.tensor(spoken, device=models.device)
     with torch.inference_mode():
@@ -297,8 +298,8 @@ def test_after_two_hundred_cancels_at_random_nothing_is_left(speaking: Speaking)
 def test_a_lane_whose_flow_gives_nan_ends_alone(make: Make) -> None:
     speaking, alone = make(), make()
     reader = speaking.engine.reader
-    broken = dataclasses.replace(reader.voices["bert"], id="broken", embedding=torch.full((192,), torch.nan))
-    reader.voices = {**reader.voices, "broken": broken}
+    broken = dataclasses.replace(reader.voices.get("bert"), id="broken", embedding=torch.full((192,), torch.nan))
+    reader.voices = VoiceStore({**reader.voices.builtin, "broken": broken})
     speaking.open(1, "Hi, you.", seed=5)
     speaking.open(2, "Hi, you.", voice="broken")
     speaking.finish([1, 2])
@@ -470,9 +471,9 @@ def test_the_warm_up_leaves_nothing_behind_and_says_nothing(speaking: Speaking) 
 
 
 def test_a_warm_up_that_fails_is_the_engines_fault(speaking: Speaking) -> None:
-    voices: dict[str, Voice] = dict(speaking.engine.reader.voices)
+    voices: dict[str, Voice] = dict(speaking.engine.reader.voices.builtin)
     voices["anna"] = dataclasses.replace(voices["anna"], embedding=torch.full((192,), torch.nan))
-    speaking.engine.reader.voices = voices
+    speaking.engine.reader.voices = VoiceStore(voices)
     with pytest.raises(EngineFault, match="warm-up"):
         speaking.engine.warm()
 
