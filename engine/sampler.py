@@ -10,10 +10,11 @@ Source: CosyVoice3 reference, sections 3.4 and 3.5. Parity: tests/engine/test_sa
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -76,14 +77,26 @@ class Draws:
     ids: Tensor
     is_faulty: Tensor
 
+    def marked(self) -> Tensor:
+        """The ids, -1 for a faulty lane."""
+        return torch.where(self.is_faulty, -1, self.ids)
+
     def fetch(self) -> list[int | None]:
         """The ids on the host, None for a faulty lane; one transfer for all lanes."""
-        return [None if i < 0 else i for i in torch.where(self.is_faulty, -1, self.ids).tolist()]
+        return unmarked(self.marked().tolist())
+
+
+def unmarked(ids: Sequence[int]) -> list[int | None]:
+    return [None if i < 0 else i for i in ids]
 
 
 def sample(logits: Tensor, draws: Sequence[Draw]) -> Draws:
+    """logits [B, V] -> one id per lane."""
+    return drawn(logits, Lanes.of(draws, logits.shape[1], logits.device))
+
+
+def drawn(logits: Tensor, lanes: Lanes) -> Draws:
     """logits [B, V] -> one id per lane. No wait for the device inside; nothing crosses from lane to lane."""
-    lanes = Lanes.of(draws, logits.device)
     scores, is_faulty = masked(logits, lanes)
     scores = penalised(scores, lanes) / lanes.temperature
     first = candidates(scores, lanes)
@@ -97,6 +110,88 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> Draws:
     return Draws(ids, is_faulty)
 
 
+class Field(IntEnum):
+    """The columns of a lane's record. The reals lie there as the bits of their float64."""
+
+    STEP = 0  # draws made
+    LAST = 1  # the id drawn last
+    MIN_LEN = 2
+    KEY = 3  # hashed (seed, clause)
+    TOP_K = 4
+    STRIKES = 5  # occurrences within the window that make the repetition rule strike
+    WINDOW = 6
+    IS_RAS = 7
+    TEMPERATURE = 8
+    TOP_P = 9
+    PENALTY = 10
+
+
+REALS = slice(Field.TEMPERATURE, Field.PENALTY + 1)
+
+
+def settings(sampling: Sampling) -> list[int]:
+    """The columns TOP_K to PENALTY. Temperature 0 is top_k 1 at temperature 1."""
+    reals = [sampling.temperature or 1.0, sampling.top_p, sampling.repetition_penalty if is_penal(sampling) else 1.0]
+    return [most_candidates(sampling), math.ceil(sampling.window * sampling.tau), sampling.window,
+            sampling.mode == "ras", *struct.unpack("<3q", struct.pack("<3d", *reals))]  # fmt: skip
+
+
+def most_candidates(sampling: Sampling) -> int:
+    return (sampling.top_k or 1 << 30) if sampling.temperature else 1
+
+
+def is_penal(sampling: Sampling) -> bool:
+    return sampling.mode == "standard" and sampling.repetition_penalty != 1.0
+
+
+class LaneDraws:
+    """What the draws of every lane depend on, on the device at fixed addresses. Nothing comes from the host but `seat`.
+
+    record [lanes + 1, Field]     recent [lanes + 1, RING] the ids drawn, that of step s at s % RING
+    seen [lanes + 1, V] bool, the ids drawn so far
+    The last row is for padding: it may be drawn for at any time.
+    """
+
+    RING = 1024  # no less than the widest window
+
+    def __init__(self, lanes: int, vocab: int, *, device: torch.device | str) -> None:
+        self.record = torch.zeros(lanes + 1, len(Field), dtype=torch.int64, device=device)
+        self.recent = torch.zeros(lanes + 1, self.RING, dtype=torch.int64, device=device)
+        self.seen = torch.zeros(lanes + 1, vocab, dtype=torch.bool, device=device)
+        self._samplings = [Sampling()] * (lanes + 1)
+        self.seat(lanes, Sampling(), seed=0, clause=0, min_len=0)
+
+    def seat(self, lane: int, sampling: Sampling, *, seed: int, clause: int, min_len: int) -> None:
+        """A new tenant, before its first draw."""
+        self._samplings[lane] = sampling
+        upload(self.record[lane], [0, 0, min_len, key(seed, clause), *settings(sampling)])
+        self.seen[lane].zero_()
+
+    def lanes(self, index: Tensor, chosen: Sequence[int]) -> Lanes:
+        """The lanes as `drawn` takes them: index [B] on the device, and the same on the host."""
+        samplings = [self._samplings[lane] for lane in chosen]
+        record = self.record.index_select(0, index)
+        step, window = record[:, Field.STEP, None], max(1, *(s.window for s in samplings))
+        at = step + torch.arange(-window, 0, device=step.device)
+        recent = self.recent[index[:, None], at % self.RING]
+        is_within = (at >= 0) & (at >= step - record[:, Field.WINDOW, None])
+        seen = self.seen.index_select(0, index) if any(map(is_penal, samplings)) else None
+        return Lanes.on(record, recent.where(is_within, -1), seen, samplings)
+
+    def keep(self, index: Tensor, draws: Draws) -> None:
+        """Takes up the ids drawn for the lanes `index` [B], each once (the padding row as often as you like)."""
+        step = self.record[index, Field.STEP]
+        self.recent[index, step % self.RING] = draws.ids
+        self.seen[index, draws.ids] = True
+        self.record[index, : Field.LAST + 1] = torch.stack([step + 1, draws.ids], 1)
+
+
+def upload(to: Tensor, values: Sequence[int]) -> None:
+    """Writes host integers to a tensor of the device, behind the work in flight and without a wait."""
+    host = torch.tensor(values, dtype=to.dtype)
+    to.copy_(host.pin_memory() if to.is_cuda else host, non_blocking=True)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Lanes:
     """The lanes' settings as tensors [B, 1] (is_ras [B]), so that no step of the maths loops over lanes."""
@@ -105,37 +200,49 @@ class Lanes:
     top_p: Tensor
     penalty: Tensor
     top_k: Tensor
-    threshold: Tensor  # occurrences within the window that make the rule strike
+    threshold: Tensor  # Field.STRIKES
     mask: Tensor  # Mask
     is_ras: Tensor
     keys: Tensor  # [B, 2] int64, hashed (seed, clause, step, draw) for draws 0 and 1
     window: Tensor  # [B, W] the last ids, -1 where there are none
-    seen: Tensor | None  # [B, ...] ids under the penalty, -1 where there are none; None if no lane asks for one
+    seen: Tensor | None  # [B, V] bool, the ids under the penalty; None if no lane asks for one
     most: int  # the largest top_k
     has_standard: bool
 
     @classmethod
-    def of(cls, draws: Sequence[Draw], device: torch.device) -> Lanes:
+    def of(cls, draws: Sequence[Draw], vocab: int, device: torch.device) -> Self:
         modes = [d.sampling for d in draws]
-        # Temperature 0 is top_k 1 at temperature 1.
-        reals = [[s.temperature or 1.0, s.top_p, s.repetition_penalty if is_penal(s) else 1.0] for s in modes]
-        most = [(s.top_k or 1 << 30) if s.temperature else 1 for s in modes]
-        strikes = [math.ceil(s.window * s.tau) for s in modes]
-        whole = [[k, t, d.mask, s.mode == "ras"] for k, t, d, s in zip(most, strikes, draws, modes, strict=True)]
-        temperature, top_p, penalty = torch.tensor(reals).to(device).split(1, 1)
-        top_k, threshold, mask, is_ras = torch.tensor(whole).to(device).split(1, 1)
-        keys = [[key(d.seed, d.clause, d.step, n) for n in (0, 1)] for d in draws]
+        record = [[d.step, 0, 0, key(d.seed, d.clause), *settings(d.sampling)] for d in draws]
         tails = [d.history[-s.window :] if s.window else () for d, s in zip(draws, modes, strict=True)]
-        seen = [d.history if is_penal(s) else () for d, s in zip(draws, modes, strict=True)]
+        seen = None
+        if any(map(is_penal, modes)):
+            seen = torch.zeros(len(draws), vocab, dtype=torch.bool)
+            for row, d in zip(seen, draws, strict=True):
+                row[list(d.history)] = True
+            seen = seen.to(device)
+        lanes = cls.on(torch.tensor(record).to(device), padded(tails, device), seen, modes)
+        return replace(lanes, mask=torch.tensor([[int(d.mask)] for d in draws]).to(device))
+
+    @classmethod
+    def on(cls, record: Tensor, window: Tensor, seen: Tensor | None, modes: Sequence[Sampling]) -> Self:
+        """record [B, Field]; below a lane's minimum length its control ids are masked."""
+        temperature, top_p, penalty = record[:, REALS].view(torch.float64).float().split(1, 1)
+        step, min_len, top_k, strikes = (record[:, f, None] for f in (0, 2, Field.TOP_K, Field.STRIKES))
         return cls(
-            temperature, top_p, penalty, top_k, threshold, mask, is_ras[:, 0] > 0,
-            torch.tensor(keys).to(device), padded(tails, device), padded(seen, device) if any(seen) else None,
-            max(most), any(s.mode == "standard" for s in modes),
+            temperature, top_p, penalty, top_k, strikes, torch.where(step < min_len, Mask.CONTROLS, Mask.NOTHING),
+            record[:, Field.IS_RAS] > 0, draw_keys(record[:, Field.KEY, None], step), window, seen,
+            max(map(most_candidates, modes)), any(s.mode == "standard" for s in modes),
         )  # fmt: skip
 
 
-def is_penal(sampling: Sampling) -> bool:
-    return sampling.mode == "standard" and sampling.repetition_penalty != 1.0
+def draw_keys(lane_keys: Tensor, step: Tensor) -> Tensor:
+    """Hashed (seed, clause) [B, 1] and the step [B, 1] -> the keys of draws 0 and 1, [B, 2]."""
+    return stirred(stirred(lane_keys, step), torch.arange(2, device=step.device))
+
+
+def stirred(state: Tensor, word: Tensor) -> Tensor:
+    """One round of `key` on tensors."""
+    return mixed((state ^ word) + GOLDEN)
 
 
 def padded(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
@@ -159,12 +266,9 @@ def penalised(scores: Tensor, lanes: Lanes) -> Tensor:
     """The repetition penalty over codes already generated; control ids keep their logits."""
     if lanes.seen is None:
         return scores
-    num_codes = scores.shape[1] - NUM_CONTROLS
-    is_code = (lanes.seen >= 0) & (lanes.seen < num_codes)
-    seen = lanes.seen.where(is_code, num_codes)  # everything else lands on a column that is left as it was
-    old = scores.gather(1, seen)
-    new = torch.where(old > 0, old / lanes.penalty, old * lanes.penalty)
-    return scores.scatter(1, seen, new.where(is_code, old))
+    lowered = torch.where(scores > 0, scores / lanes.penalty, scores * lanes.penalty)
+    is_code = torch.arange(scores.shape[1], device=scores.device) < scores.shape[1] - NUM_CONTROLS
+    return torch.where(lanes.seen & is_code, lowered, scores)
 
 
 class Candidates(NamedTuple):

@@ -208,13 +208,23 @@ class Talker(nn.Module):
         words = self.text_rows(torch.cat([prompt_text, text]).long())
         return torch.cat([sos, words, task, self.speech_rows(prompt_speech.long())])
 
+    def prompt_ids(self, prompt_text: Sequence[int], text: Sequence[int], prompt_speech: Sequence[int]) -> list[int]:
+        """The rows of `prefill_rows` as row ids."""
+        special, first = self.shape.special, self.shape.speech_vocab
+        words = [first + i for i in (*prompt_text, *text)]
+        return [special.sos, *words, special.task, *prompt_speech]
+
+    def rows_of(self, ids: Tensor) -> Tensor:
+        """Row ids [N]: a speech id, or the size of that vocabulary plus a text id. -> [N, H]"""
+        text = ids - self.shape.speech_vocab
+        is_text = text >= 0
+        words, sounds = self.text_rows(text.where(is_text, 0)), self.speech_rows(ids.where(~is_text, 0))
+        return torch.where(is_text[:, None], words, sounds)
+
     def rows(self, named: Sequence[tuple[str, int]]) -> Tensor:
         """Rows named ("text" | "speech", id), in order -> [len, H]."""
-        device = self.speech_embedding.weight.device
-        ids = index([i for _, i in named], device)
-        is_text = index([kind == "text" for kind, _ in named], device)
-        words, sounds = self.text_rows(ids.where(is_text, 0)), self.speech_rows(ids.where(~is_text, 0))
-        return torch.where(is_text[:, None], words, sounds)
+        ids = [i + self.shape.speech_vocab * (kind == "text") for kind, i in named]
+        return self.rows_of(index(ids, self.speech_embedding.weight.device))
 
     def hidden(self, rows: Tensor, positions: Tensor | None = None) -> Tensor:
         """All positions at once, without a cache and with gradients: rows [B, L, H] -> normed [B, L, H].

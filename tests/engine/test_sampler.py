@@ -39,7 +39,7 @@ def flat(scale: float = 1.0, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("name", SAMPLER.cases)
 def test_first_draw_is_over_the_reference_nucleus(name: str) -> None:
     case = SAMPLER.case(name)
-    lanes = Lanes.of([draw(given_sampling(SAMPLER.cases[name]), case["history"].tolist())], CPU)
+    lanes = Lanes.of([draw(given_sampling(SAMPLER.cases[name]), case["history"].tolist())], VOCAB, CPU)
     found = candidates(case["logp"][None], lanes)
     is_kept = found.logp[0] > -torch.inf
     assert found.ids[0, is_kept].tolist() == case["candidate_ids"].tolist()
@@ -70,7 +70,7 @@ def test_redraw_follows_the_reference_distribution(name: str) -> None:
 def test_draws_match_the_distribution(sampling: Sampling) -> None:
     logits = flat(4.0)
     num = 4000
-    lanes = Lanes.of([draw(sampling)], CPU)
+    lanes = Lanes.of([draw(sampling)], VOCAB, CPU)
     wanted = candidates(logits / lanes.temperature, lanes)
     ids = torch.cat([sample(logits.expand(500, -1), [draw(sampling, step=s + 500 * r) for s in range(500)]).ids
                      for r in range(num // 500)])  # fmt: skip
@@ -121,7 +121,7 @@ def test_no_stop_below_the_minimum_length(sampling: Sampling) -> None:
     ],
 )
 def test_each_mask_leaves_the_control_ids_it_names(mask: Mask, allowed: set[int]) -> None:
-    scores, is_faulty = masked(flat(), Lanes.of([draw(mask=mask)], CPU))
+    scores, is_faulty = masked(flat(), Lanes.of([draw(mask=mask)], VOCAB, CPU))
     assert set(scores[0, NUM_CODES:].isfinite().nonzero()[:, 0].tolist()) == allowed
     assert scores[0, :NUM_CODES].isfinite().all() and not is_faulty.any()
 
@@ -150,7 +150,7 @@ def test_repetition_penalty_lowers_generated_codes_only() -> None:
 
 
 def test_equal_scores_go_to_the_lower_id_first() -> None:
-    lanes = Lanes.of([draw(Sampling(top_k=3, top_p=1.0))], CPU)
+    lanes = Lanes.of([draw(Sampling(top_k=3, top_p=1.0))], VOCAB, CPU)
     assert candidates(torch.zeros(1, VOCAB), lanes).ids[0, :3].tolist() == [0, 1, 2]
     scores = torch.full((1, VOCAB), -3.0)
     assert candidates(scores, lanes).ids[0, :3].tolist() == [0, 1, 2]
