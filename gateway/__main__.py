@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import uvloop
 
 from engine import config as profiles
+from gateway import logs
 from gateway.errors import ConfigError
 from gateway.server import check_exposure, run
 
@@ -19,12 +19,11 @@ from gateway.server import check_exposure, run
 def main(arguments: list[str] | None = None) -> int:
     """Exit codes: 0 ended by a signal, 2 the configuration can't be."""
     options = _parser().parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s gateway %(levelname)s %(message)s")
-    logging.getLogger("websockets").setLevel(logging.CRITICAL)
     try:
         config = _config(options)
-        check_exposure(config.host, without_keys=options.without_keys)
-        uvloop.run(run(config, _announce, is_leashed=options.leashed))
+        logs.set_up(config.log)
+        check_exposure(config, without_keys=options.without_keys)
+        uvloop.run(run(config, _announce, load_keys=lambda: _config(options).keys, is_leashed=options.leashed))
     except (ConfigError, profiles.ConfigError) as error:
         print(f"gateway: {error}", file=sys.stderr)
         return 2
@@ -50,8 +49,9 @@ def _config(options: argparse.Namespace) -> profiles.GatewayConfig:
     return replace(config, **{name: value for name, value in named.items() if value is not None})
 
 
-def _announce(address: str) -> None:
-    print(f"Rill is ready at {address}", flush=True)
+def _announce(news: str) -> None:
+    """For the operator, or the supervisor."""
+    print(news, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""`rill serve`, `rill say`, `rill voices`, `rill bench`.
+"""`rill serve`, `rill key`, `rill say`, `rill voices`, `rill bench`.
 
-`serve` starts the engine and the gateway as child processes, restarts an engine that dies, and ends both in order.
+`serve` starts the engine and the gateways as child processes, restarts those that die, and ends all in order.
 `say` streams text to a WAV file or to a player. Exit codes: 0 done, 1 it failed, 2 wrong usage or configuration, 130
 interrupted.
 """
@@ -10,31 +10,29 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import os
+import json
 import shutil
 import signal
 import sys
-import tempfile
 import time
 import wave
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, Self
+from typing import Final
 
 import uvloop
 
 from engine import config as profiles
 from gateway import bench
+from gateway.admission import digest, make_key
 from gateway.client import Client, Context, connect, probe
 from gateway.errors import ConfigError, GatewayError
 from gateway.server import check_exposure
+from gateway.supervisor import READY, Supervisor, complain
 
 DEFAULT_PORT: Final = profiles.GatewayConfig().port
 DEFAULT_PROFILE: Final = Path(__file__).resolve().parent.parent / "configs" / "embedded.toml"
-BACKOFF_S: Final = (0.1, 5.0)  # first and longest wait before a dead engine is started again
-STEADY_S: Final = 10.0  # an engine that lived so long starts the back-off anew
-END_S: Final = 5.0  # for the engine to go after SIGTERM, before it is killed
 PLAYERS: Final = (
     (
         "ffplay",
@@ -61,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _complain(error: Exception, code: int) -> int:
-    print(f"rill: {error}", file=sys.stderr)
+    complain(error)
     return code
 
 
@@ -74,15 +72,24 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--host", help="where to listen; default: the profile's")
     serve.add_argument("--port", type=int, help="0: any free port; default: the profile's")
     serve.add_argument("--without-keys", action="store_true", help="let others than this machine in without a key")
+    key = commands.add_parser("key", help="make an API key")
+    key.set_defaults(command=_key)
+    key.add_argument("name", help="whose it is; appears in logs and limits")
     say = commands.add_parser("say", help="speak a text")
     say.set_defaults(command=_say)
     say.add_argument("text", help="what to say; - reads it from the standard input, as it comes")
     say.add_argument("-o", "--output", type=Path, help="a WAV file; default: play it")
     say.add_argument("--voice", help="one of `rill voices`")
     say.add_argument("--seed", type=int, help="repeats an utterance exactly")
+    say.add_argument("--lang", help="of the text; one that is not the voice's own is spoken with its accent")
+    say.add_argument("--instruct", help="how to say it, in words")
+    say.add_argument("--clone", type=Path, help="a recording of 3 to 30 s; its voice is kept for later and used now")
+    say.add_argument("--transcript", help="the words spoken in the recording")
+    say.add_argument("--name", help="what to call its voice; default: the file's name")
     _add_server(say)
     voices = commands.add_parser("voices", help="list the voices")
     voices.set_defaults(command=_voices)
+    voices.add_argument("--drop", metavar="ID", help="forget one that was made of a recording")
     _add_server(voices)
     measure = commands.add_parser("bench", help="measure first audio, throughput and underruns under load")
     measure.set_defaults(command=_bench)
@@ -100,18 +107,21 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
 
 def _serve(options: argparse.Namespace) -> int:
     config = profiles.load(options.config).gateway
-    check_exposure(options.host or config.host, without_keys=options.without_keys)
+    check_exposure(replace(config, host=options.host or config.host), without_keys=options.without_keys)
     return uvloop.run(_serve_until_told(options))
 
 
 async def _serve_until_told(options: argparse.Namespace) -> int:
     stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    pair = ServerPair(options.config, _gateway_arguments(options))
-    async with pair:
-        waiters = [asyncio.create_task(stop.wait()), asyncio.create_task(pair.failure())]
-        greeter = asyncio.create_task(_print_address(pair))
+        loop.add_signal_handler(number, stop.set)
+    async with Supervisor(
+        options.config, host=options.host, port=options.port, open_to_all=options.without_keys
+    ) as supervisor:
+        loop.add_signal_handler(signal.SIGHUP, supervisor.reload)
+        waiters = [asyncio.create_task(stop.wait()), asyncio.create_task(supervisor.failure())]
+        greeter = asyncio.create_task(_print_address(supervisor))
         await asyncio.wait(waiters, return_when=asyncio.FIRST_COMPLETED)
         for task in (greeter, *waiters):
             task.cancel()
@@ -120,122 +130,20 @@ async def _serve_until_told(options: argparse.Namespace) -> int:
     return 0
 
 
-async def _print_address(pair: ServerPair) -> None:
-    print(f"Rill is ready at {await pair.address()}", flush=True)
+async def _print_address(supervisor: Supervisor) -> None:
+    print(f"{READY}{await supervisor.address()}", flush=True)
 
 
-def _gateway_arguments(options: argparse.Namespace) -> list[str]:
-    named = [("--host", options.host), ("--port", options.port)]
-    arguments = [word for name, value in named if value is not None for word in (name, str(value))]
-    return arguments + (["--without-keys"] if options.without_keys else [])
+# ---- key
 
 
-class ServerPair:
-    """An engine and a gateway of our own, as child processes: `async with` starts and ends them.
-
-    The engine is started again with back-off when it dies, unless it never got ready: then there is no point. The
-    gateway is ended first, so that callers are told, and then the engine.
-    """
-
-    def __init__(self, profile: Path, gateway_arguments: list[str]) -> None:
-        self._profile = profile
-        self._gateway_arguments = gateway_arguments
-        self._folder = tempfile.TemporaryDirectory(prefix="rill-")
-        self._socket = str(Path(self._folder.name) / "engine.sock")
-        self._engine: asyncio.subprocess.Process | None = None
-        self._gateway: asyncio.subprocess.Process | None = None
-        self._tasks: list[asyncio.Task[None]] = []
-        loop = asyncio.get_running_loop()
-        self._address: asyncio.Future[str] = loop.create_future()
-        self._failure: asyncio.Future[str] = loop.create_future()
-
-    async def __aenter__(self) -> Self:
-        self._engine = await self._start("engine")
-        self._gateway = await self._start("gateway", *self._gateway_arguments, stdout=asyncio.subprocess.PIPE)
-        self._tasks = [
-            asyncio.create_task(self._keep_engine(self._engine), name="keep-engine"),
-            asyncio.create_task(self._watch_gateway(self._gateway), name="watch-gateway"),
-        ]
-        return self
-
-    async def __aexit__(self, *details: object) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._gateway is not None:
-            await _end(self._gateway, profiles.load(self._profile).gateway.drain_ms / 1000 + END_S)
-        if self._engine is not None:
-            await _end(self._engine, END_S)
-        self._folder.cleanup()
-
-    async def address(self) -> str:
-        """The page's address, once the engine is ready to speak."""
-        return await asyncio.shield(self._address)
-
-    async def failure(self) -> str:
-        """Why there is no point in going on; waits until there is a reason."""
-        return await asyncio.shield(self._failure)
-
-    async def _start(self, module: str, *arguments: str, stdout: int | None = None) -> asyncio.subprocess.Process:
-        return await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            module,
-            "--config",
-            str(self._profile),
-            "--socket",
-            self._socket,
-            "--leashed",
-            *arguments,
-            stdin=asyncio.subprocess.PIPE,  # ends when we do, even if we are killed
-            stdout=sys.stderr.fileno() if stdout is None else stdout,
-            start_new_session=True,  # a Ctrl-C reaches us alone; we end them in order
-            env=_child_environment(),
-        )
-
-    async def _keep_engine(self, engine: asyncio.subprocess.Process) -> None:
-        wait_s = BACKOFF_S[0]
-        while True:
-            started = time.monotonic()
-            code = await engine.wait()
-            if not self._address.done():
-                self._fail(f"the engine ended with code {code} before it was ready")
-                return
-            wait_s = BACKOFF_S[0] if time.monotonic() - started > STEADY_S else min(2 * wait_s, BACKOFF_S[1])
-            print(f"rill: the engine ended with code {code}; starting it again in {wait_s:.1f} s", file=sys.stderr)
-            await asyncio.sleep(wait_s)
-            engine = self._engine = await self._start("engine")
-
-    async def _watch_gateway(self, gateway: asyncio.subprocess.Process) -> None:
-        assert gateway.stdout is not None
-        async for line in gateway.stdout:
-            words = line.decode().split()
-            if words and not self._address.done():
-                self._address.set_result(words[-1])
-        self._fail(f"the gateway ended with code {await gateway.wait()}")
-
-    def _fail(self, why: str) -> None:
-        if not self._failure.done():
-            self._failure.set_result(why)
-
-
-def _child_environment() -> dict[str, str]:
-    """The same, with this package's own folder importable wherever we were started."""
-    root = str(Path(__file__).resolve().parent.parent)
-    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-
-
-async def _end(process: asyncio.subprocess.Process, patience_s: float) -> None:
-    if process.returncode is not None:
-        return
-    process.terminate()
-    try:
-        async with asyncio.timeout(patience_s):
-            await process.wait()
-    except TimeoutError:
-        process.kill()
-        await process.wait()
+def _key(options: argparse.Namespace) -> int:
+    """The key goes to the standard output, once; what the server may know goes to the profile."""
+    key = make_key()
+    print(f"# For the profile; the server keeps no more than this:\n[gateway.keys.{json.dumps(options.name)}]")
+    print(f'sha256 = "{digest(key)}"')
+    print(f"# For the caller, shown this once:\n# {key}")
+    return 0
 
 
 @contextlib.asynccontextmanager
@@ -247,7 +155,7 @@ async def _server(options: argparse.Namespace) -> AsyncIterator[str]:
     elif await probe(default):
         yield default
     else:
-        print("rill: no server is running; starting one for this call", file=sys.stderr)
+        complain("no server is running; starting one for this call")
         async with own_server(options.config) as address:
             yield address
 
@@ -255,13 +163,13 @@ async def _server(options: argparse.Namespace) -> AsyncIterator[str]:
 @contextlib.asynccontextmanager
 async def own_server(profile: Path) -> AsyncIterator[str]:
     """The address of an engine and a gateway of our own. Raises GatewayError if they never get ready."""
-    async with ServerPair(profile, ["--port", "0"]) as pair:
-        address, failure = asyncio.create_task(pair.address()), asyncio.create_task(pair.failure())
+    async with Supervisor(profile, port=0) as supervisor:
+        address, failure = asyncio.create_task(supervisor.address()), asyncio.create_task(supervisor.failure())
         await asyncio.wait((address, failure), return_when=asyncio.FIRST_COMPLETED)
         failure.cancel()
         if not address.done():
             address.cancel()
-            raise GatewayError(await pair.failure())
+            raise GatewayError(await supervisor.failure())
         yield address.result()
 
 
@@ -351,7 +259,11 @@ def _say(options: argparse.Namespace) -> int:
 
 
 async def _say_once(options: argparse.Namespace) -> None:
+    if (options.clone is None) != (options.transcript is None):
+        raise ConfigError("--clone FILE and --transcript TEXT go together")
     async with _server(options) as url, connect(url) as client:
+        if options.clone is not None:
+            options.voice = await _clone(client, options)
         sink = await _sink(options.output)
         try:
             await _stream(client, options, sink)
@@ -359,9 +271,18 @@ async def _say_once(options: argparse.Namespace) -> None:
             await sink.close()
 
 
+async def _clone(client: Client, options: argparse.Namespace) -> str:
+    """The id of the recording's voice, which the server has from now on."""
+    recording = await asyncio.to_thread(options.clone.read_bytes)
+    name = options.name or options.clone.stem
+    voice = await client.put_voice(recording, options.transcript, name=name, lang=options.lang)
+    print(f"rill: voice {voice.voice}, {voice.name}, {voice.ms / 1000:.1f} s", file=sys.stderr)
+    return voice.voice
+
+
 async def _stream(client: Client, options: argparse.Namespace, sink: WavFile | Player) -> None:
     clock = Clock(time.perf_counter())
-    context = await client.open(voice=options.voice, seed=options.seed)
+    context = await client.open(voice=options.voice, seed=options.seed, lang=options.lang, instruct=options.instruct)
     feeder = asyncio.create_task(context.feed(_read_lines() if options.text == "-" else options.text), name="feeder")
     try:
         async for pcm in context:
@@ -384,8 +305,9 @@ def _voices(options: argparse.Namespace) -> int:
 
 async def _list_voices(options: argparse.Namespace) -> int:
     async with _server(options) as url, connect(url) as client:
-        for voice in await client.voices():
-            print(f"{voice.id:24} {voice.name:24} {voice.lang or ''}")
+        for voice in await client.voices() if options.drop is None else await client.drop_voice(options.drop):
+            seconds = f"{voice.ms / 1000:.1f} s" if voice.ms else ""
+            print(f"{voice.id:24} {voice.name:24} {voice.lang or '':8} {seconds}".rstrip())
     return 0
 
 

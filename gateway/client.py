@@ -14,6 +14,10 @@
 
 A context's audio is taken from the server as you take it from the context, `BUFFER_S` ahead at most: a slow listener
 slows its own context and nobody else's. Errors of a context raise ContextError, a lost connection raises Disconnected.
+
+    mia = await client.put_voice(recording, "The words that are spoken in it.", name="Mia", lang="en")
+    async for pcm in client.say("Good morning.", voice=mia.voice):
+        ...
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ import itertools
 from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator
 from types import TracebackType
-from typing import Final
+from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 from websockets.asyncio.client import ClientConnection
@@ -35,14 +39,17 @@ from websockets.typing import Subprotocol
 from gateway import wire
 from gateway.errors import GatewayError
 
+_T = TypeVar("_T")
+
 BUFFER_S: Final = 30.0
 CREDIT_STEP_S: Final = 5.0
+PART_BYTES: Final = 48 * 1024  # of a recording, in one `voice_put`
 PIECE_CHARS: Final = 8_000  # of one `text` message; a character has at most four bytes
 GREETING_S: Final = 10.0
 
 
-class ContextError(GatewayError):
-    """The server ended or refused a context. `code` is one of rill.v1's; if `retry`, try again after `after_ms`."""
+class ServerError(GatewayError):
+    """The server refused. `code` is one of rill.v1's; if `retry`, try again after `after_ms`."""
 
     def __init__(self, error: wire.Error) -> None:
         super().__init__(f"{error.code}: {error.msg}")
@@ -50,6 +57,14 @@ class ContextError(GatewayError):
         self.retry = error.retry
         self.after_ms = error.after_ms
         self.samples = error.samples
+
+
+class ContextError(ServerError):
+    """A context was refused or ended."""
+
+
+class VoiceError(ServerError):
+    """A recording has not become a voice, or a voice was not dropped."""
 
 
 class Disconnected(GatewayError):
@@ -114,6 +129,8 @@ class Client:
         self._contexts: dict[str, Context] = {}
         self._ids = itertools.count()
         self._lists: deque[asyncio.Future[tuple[wire.Voice, ...]]] = deque()
+        self._uploads: dict[str, asyncio.Future[wire.VoiceKept]] = {}
+        self._drops: dict[str, asyncio.Future[tuple[wire.Voice, ...]]] = {}
         self._reader = asyncio.create_task(self._read(), name="rill-client")
 
     async def say(
@@ -124,9 +141,11 @@ class Client:
         seed: int | None = None,
         enc: str = "s16le",
         rate: int = 24000,
+        lang: str | None = None,
+        instruct: str | None = None,
     ) -> AsyncIterator[bytes]:
         """The text's audio, as it is made. Leaving the iteration early cancels the rest."""
-        context = await self.open(voice=voice, seed=seed, enc=enc, rate=rate)
+        context = await self.open(voice=voice, seed=seed, enc=enc, rate=rate, lang=lang, instruct=instruct)
         feeder = asyncio.create_task(context.feed(text), name="rill-feeder")
         try:
             async for pcm in context:
@@ -174,6 +193,32 @@ class Client:
         await self.send(wire.Voices())
         return await answer
 
+    async def put_voice(self, audio: bytes, transcript: str, *, name: str, lang: str | None = None) -> wire.VoiceKept:
+        """Register the voice of a recording, a WAV, FLAC, Ogg or MP3 file of 3 to 30 s. Raises VoiceError."""
+        v = f"v{next(self._ids)}"
+        answer: asyncio.Future[wire.VoiceKept] = asyncio.get_running_loop().create_future()
+        self._uploads[v] = answer
+        try:
+            parts = [audio[start : start + PART_BYTES] for start in range(0, len(audio), PART_BYTES)] or [b""]
+            for n, part in enumerate(parts):
+                if answer.done():
+                    break  # refused already
+                words = {"name": name, "transcript": transcript, "lang": lang} if n == 0 else {}
+                await self.send(wire.VoicePut(v=v, n=n, d=part, last=n + 1 == len(parts), **words))
+            return await answer
+        finally:
+            self._uploads.pop(v, None)
+
+    async def drop_voice(self, voice: str) -> tuple[wire.Voice, ...]:
+        """Forget a voice that was registered with this key -> those that are left. Raises VoiceError."""
+        answer: asyncio.Future[tuple[wire.Voice, ...]] = asyncio.get_running_loop().create_future()
+        self._drops[voice] = answer
+        try:
+            await self.send(wire.VoiceDrop(voice=voice))
+            return await answer
+        finally:
+            self._drops.pop(voice, None)
+
     async def send(self, message: wire.ClientMessage) -> None:
         """One message as it is. Raises Disconnected."""
         try:
@@ -200,9 +245,12 @@ class Client:
     def _dispatch(self, message: wire.ServerMessage) -> None:
         match message:
             case wire.VoiceList():
-                answer = self._lists.popleft()
-                if not answer.done():
-                    answer.set_result(message.list)
+                _settle(self._lists.popleft() if message.v is None else self._drops.get(message.v), message.list)
+            case wire.VoiceKept():
+                _settle(self._uploads.get(message.v), message)
+            case wire.Error(v=str(v)):
+                _break(self._uploads.get(v), VoiceError(message))
+                _break(self._drops.get(v), VoiceError(message))
             case wire.GoAway():
                 self.is_going_away = True
             case wire.Ready() | wire.Pong() | wire.Error(c=None):
@@ -217,9 +265,19 @@ class Client:
         for context in self._contexts.values():
             context.fail(error)
         self._contexts.clear()
-        for answer in self._lists:
-            if not answer.done():
-                answer.set_exception(error)
+        answers: list[asyncio.Future[Any]] = [*self._lists, *self._uploads.values(), *self._drops.values()]
+        for answer in answers:
+            _break(answer, error)
+
+
+def _settle(answer: asyncio.Future[_T] | None, result: _T) -> None:
+    if answer is not None and not answer.done():
+        answer.set_result(result)
+
+
+def _break(answer: asyncio.Future[Any] | None, error: GatewayError) -> None:
+    if answer is not None and not answer.done():
+        answer.set_exception(error)
 
 
 class Context:
@@ -383,4 +441,14 @@ async def probe(url: str) -> bool:
         return False
 
 
-__all__ = ["Client", "Context", "ContextError", "Disconnected", "connect", "probe", "speech_url"]
+__all__ = [
+    "Client",
+    "Context",
+    "ContextError",
+    "Disconnected",
+    "ServerError",
+    "VoiceError",
+    "connect",
+    "probe",
+    "speech_url",
+]

@@ -16,12 +16,15 @@ from gateway import wire
 from gateway.clauses import ClauseCutter
 from gateway.encodings import Encoder
 from gateway.errors import Refusal
+from gateway.quarantine import Quarantine
+from gateway.spans import Span
 
 LEAD_S: Final = 10.0  # audio the engine may be ahead of what the socket took, so that a slow reader rests its row
 START_LEAD_S: Final = 5.0  # promise 5: until the first credit, elapsed time and this
 SHORTEST_MS: Final = 20
 LONGEST_MS: Final = 200
 CREDIT_STEP_S: Final = 0.1  # the engine is told when its limit has grown by so much
+PREPARED: Final = 3  # clauses that the engine works on ahead of the voice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +45,7 @@ class _Piece:
 class _Clause:
     end: int  # characters of the context's text up to the clause's end
     num_bytes: int
+    fingerprint: bytes
     samples: int | None = None  # of the context, when all of the clause's audio is in
 
 
@@ -51,6 +55,23 @@ class _Mark:
 
     pos: int
     message: wire.Flushed | wire.Done
+
+
+class Playout:
+    """When a listener who plays at once runs dry; in seconds."""
+
+    def __init__(self) -> None:
+        self._dry_at: float | None = None
+
+    def send(self, audio_s: float, now: float) -> float | None:
+        """More audio goes out. What the listener still had, negative if it was dry; None at a start."""
+        lead = None if self._dry_at is None else self._dry_at - now
+        self._dry_at = max(self._dry_at or now, now) + audio_s
+        return lead
+
+    def restart(self) -> None:
+        """The next wait is nobody's fault: the listener asked for it, or there was nothing to say."""
+        self._dry_at = None
 
 
 class Context:
@@ -66,13 +87,21 @@ class Context:
         window_ms: int,
         text_bytes: int,
         post: Callable[[engine.ToEngine], None],
+        quarantine: Quarantine,
+        span: Span,
     ) -> None:
         self.c = request.c
+        self.span = span
         self.lease = lease
         self.is_done = False  # the engine has no more for it
         self.sent = 0  # samples, at the context's rate
         self._opened = opened
         self._opened_at = now  # when the client asked
+        self._heard_at = now  # when the client or the engine last said something of it, or audio went out
+        self._quarantine = quarantine
+        self._kind = (opened.voice, request.instruct, request.lang)  # with a clause's text, what the engine works on
+        self.lead_s: float | None = None  # the listener's, when the last message went out
+        self._playout = Playout()
         self._is_open = False
         self._first_audio_at: float | None = None
         self._paced = request.pace != "none"
@@ -100,8 +129,9 @@ class Context:
 
     # ---- what the client says
 
-    def text(self, message: wire.Text) -> None:
-        """Raises Refusal: out of order, after the end, or more than may wait."""
+    def text(self, message: wire.Text, now: float) -> None:
+        """Raises Refusal: out of order, after the end, more than may wait, or what has killed the engine twice."""
+        self._heard_at = now
         if self._has_ended:
             raise Refusal("bad_sequence", "text after end")
         if message.n != self._num_pieces:
@@ -115,13 +145,15 @@ class Context:
         for clause in self._cutter.push(message.s):
             self._speak(clause)
 
-    def flush(self, message: wire.Flush) -> None:
+    def flush(self, message: wire.Flush, now: float) -> None:
         """All text so far becomes clauses; `flushed` follows the last one's audio."""
+        self._heard_at = now
         self._speak(self._cutter.flush())
         self._flushes.append((len(self._clauses), message.f))
         self._mark_flushes()
 
-    def end(self) -> None:
+    def end(self, now: float) -> None:
+        self._heard_at = now
         if self._has_ended:
             return
         self._has_ended = True
@@ -129,15 +161,21 @@ class Context:
         self._post(engine.End(context=self.lease.context, epoch=self.lease.epoch))
 
     def credit(self, ms: float, now: float) -> None:
+        self._heard_at = now
         self._credit_s = max(self._credit_s or 0.0, ms / 1000)
         self.tell_credit(now)
 
     def _speak(self, clause: str) -> None:
         if not clause:
             return
+        fingerprint = self._quarantine.fingerprint(*self._kind, clause)
+        if self._quarantine.is_refused(fingerprint):
+            raise Refusal("engine_error", "this input has stopped the engine twice")
+        if self._is_silent:
+            self._playout.restart()
         self._cut += len(clause)
         index = len(self._clauses)
-        self._clauses.append(_Clause(self._cut, len(clause.encode())))
+        self._clauses.append(_Clause(self._cut, len(clause.encode()), fingerprint))
         self._post(engine.Clause(context=self.lease.context, epoch=self.lease.epoch, index=index, text=clause))
 
     # ---- what the engine says
@@ -145,7 +183,8 @@ class Context:
     def open(self, now: float) -> wire.Opened:
         """The engine has given it a lane, maybe after a wait in its queue."""
         self._is_open = True
-        queued_ms = round((now - self._opened_at) * 1000)
+        self._heard_at = now
+        queued_ms = round(self.queued_s(now) * 1000)
         return replace(self._opened, queued_ms=queued_ms or None)
 
     def taken(self, index: int) -> wire.Taken | None:
@@ -158,29 +197,74 @@ class Context:
             last = self._pieces.popleft().n
         return None if last is None else wire.Taken(c=self.c, n=last)
 
-    def audio(self, pcm: bytes) -> None:
+    def audio(self, pcm: bytes, now: float) -> None:
+        self._heard_at = now
         self._audio += self._encoder.push(pcm)
 
     def clause_done(self, index: int) -> wire.Taken | None:
         """All of the clause's audio is in; a clause without any may never have been taken before."""
-        self._audio += self._encoder.end_clause()
-        self._clauses[index].samples = self.produced
+        self._quarantine.clear(self._clauses[index].fingerprint)
+        self._clauses[index].samples = self._encoder.position
         self._num_clauses_done = index + 1
         self._mark_flushes()
         return self.taken(index)
 
     def done(self, stats: dict[str, float]) -> None:
         self.is_done = True
-        self._audio += self._encoder.end_clause()
+        self._audio += self._encoder.drain()
         self._marks.append(_Mark(self.produced, self._done_message(stats)))
 
     def _mark_flushes(self) -> None:
         while self._flushes and self._flushes[0][0] <= self._num_clauses_done:
             number = self._flushes.popleft()[1]
+            self._audio += self._encoder.drain()
             self._marks.append(_Mark(self.produced, wire.Flushed(c=self.c, f=number, pos=self.produced)))
 
     def _done_message(self, stats: dict[str, float]) -> wire.Done:
         return wire.Done(c=self.c, samples=self.produced, ms=self._ms(self.produced), stats=stats)
+
+    # ---- how it stands
+
+    @property
+    def is_open(self) -> bool:
+        """Has the engine given it a lane?"""
+        return self._is_open
+
+    @property
+    def _is_silent(self) -> bool:
+        """All that was said is spoken and sent."""
+        return self._num_clauses_done == len(self._clauses) and not self._audio
+
+    @property
+    def _has_message(self) -> bool:
+        """Enough audio for a message waits here."""
+        return self.produced - self.sent >= self._samples(SHORTEST_MS / 1000)
+
+    @property
+    def state(self) -> str:
+        """One of metrics.STATES."""
+        if not self._is_open:
+            return "queued"
+        if self._has_message:
+            return "resting"
+        return "speaking" if self._num_clauses_done < len(self._clauses) else "idle"
+
+    def suspects(self) -> list[bytes]:
+        """What the engine is working on, by fingerprint."""
+        last = self._num_taken + PREPARED if self._is_open else 0
+        return [clause.fingerprint for clause in self._clauses[self._num_clauses_done : last]]
+
+    def silence_s(self, now: float) -> float:
+        """How long nothing has come of it or for it. A place in the engine's queue is the engine's to time."""
+        return now - self._heard_at if self._is_open else 0.0
+
+    def neglect(self) -> Refusal:
+        """Why nothing has: who is being waited for."""
+        if self._has_message:
+            return Refusal("slow_client", "its audio is given no credit")
+        if self.state == "speaking":
+            return Refusal("internal", "the engine has not answered in time")
+        return Refusal("idle", "no text has come for it")
 
     # ---- what goes out
 
@@ -201,8 +285,11 @@ class Context:
         if self._marks and self._marks[0].pos == self.sent:
             message = self._marks.popleft().message
             return self._timed(message) if isinstance(message, wire.Done) else message
-        count = self._num_sendable(now)
-        return self._cut_audio(count, now) if count else None
+        if count := self._num_sendable(now):
+            return self._cut_audio(count, now)
+        if self._has_message:
+            self._playout.restart()  # it waits for the client's credit
+        return None
 
     def _num_sendable(self, now: float) -> int:
         """Samples for the next message: 20 to 200 ms, less only just before a mark."""
@@ -220,15 +307,26 @@ class Context:
         del self._audio[:size]
         self._num_audio += 1
         self.sent += count
+        self._heard_at = now
         if self._first_audio_at is None:
             self._first_audio_at = now
+        self.lead_s = self._playout.send(count / self._opened.rate, now)
         self.tell_credit(now)
         return message
 
+    @property
+    def first_audio_s(self) -> float | None:
+        """From the client's `open` to the first audio message."""
+        return None if self._first_audio_at is None else self._first_audio_at - self._opened_at
+
+    def queued_s(self, now: float) -> float:
+        """Since the client's `open`."""
+        return now - self._opened_at
+
     def _timed(self, done: wire.Done) -> wire.Done:
         stats = dict(done.stats)
-        if self._first_audio_at is not None:
-            stats["first_audio_ms"] = round((self._first_audio_at - self._opened_at) * 1000, 1)
+        if self.first_audio_s is not None:
+            stats["first_audio_ms"] = round(self.first_audio_s * 1000, 1)
         return wire.Done(c=done.c, samples=done.samples, ms=done.ms, stats=stats)
 
     def cancelled(self, played_ms: float | None) -> wire.Cancelled:

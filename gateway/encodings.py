@@ -1,7 +1,7 @@
 """From the engine's float32 at 24 kHz to the samples a caller asked for.
 
-Floats are clipped, never wrapped. Rates other than 24 kHz pass through soxr's streaming resampler, one stream per
-clause: what a clause's filter still holds is let out at the clause's end, so that a flush is complete.
+Floats are clipped, never wrapped. Rates other than 24 kHz pass through soxr's streaming resampler, one stream from
+flush to flush: what its filter still holds is let out at a flush and at the end, so that both are complete.
 """
 
 from __future__ import annotations
@@ -90,18 +90,27 @@ class Encoder:
         self.rate = rate
         self.bytes_per_sample, self._write = _WRITERS[enc]
         self._stream: Any = None
+        self._taken = 0  # samples at 24 kHz since the last drain
+        self._drained = 0  # samples at the context's rate, up to there
+
+    @property
+    def position(self) -> int:
+        """Samples of the context's rate that what was pushed amounts to; some may still be in the filter."""
+        return self._drained + self._taken * self.rate // SAMPLE_RATE_HZ
 
     def push(self, pcm: bytes) -> bytes:
         """pcm: float32, little endian, 24 kHz -> whole samples of the context's format."""
         wave = np.frombuffer(pcm, dtype="<f4")
+        self._taken += len(wave)
         if self.rate == SAMPLE_RATE_HZ:
             return self._write(wave)
         if self._stream is None:
             self._stream = soxr.ResampleStream(SAMPLE_RATE_HZ, self.rate, 1, dtype="float32")
         return self._write(self._stream.resample_chunk(np.nan_to_num(wave)))
 
-    def end_clause(self) -> bytes:
-        """What the clause's filter still holds."""
+    def drain(self) -> bytes:
+        """What the filter still holds. What comes next starts from silence."""
+        self._drained, self._taken = self.position, 0
         if self._stream is None:
             return b""
         tail = self._stream.resample_chunk(np.zeros(0, dtype=np.float32), last=True)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import msgpack  # type: ignore[import-untyped]
@@ -18,34 +20,55 @@ from websockets.exceptions import InvalidHandshake, WebSocketException
 
 from engine.messages import (
     BadPipeMessage,
+    Cancel,
+    Cancelled,
     Failed,
     Gauges,
     Message,
     Ready,
     ToEngine,
     ToGateway,
+    VoicePut,
     pack,
     unpack,
 )
 from gateway.context import Lease
 from gateway.errors import EngineUnavailable
+from gateway.logs import event as log
 from gateway.metrics import Metrics
 from gateway.protocol import RESTART_AFTER_MS, Deliver
+from gateway.quarantine import Quarantine
+from gateway.voices import Room
 
 logger = logging.getLogger(__name__)
 
 BACKOFF_S: Final = (0.05, 1.0)  # first and longest wait before the next attempt
 GREETING_S: Final = 600.0  # a big checkpoint takes its time to warm up
 PING_S: Final = 10.0
-SILENCE_S: Final = 30.0  # no pong for so long: the engine hangs
+SILENCE_S: Final = 30.0  # no word for so long, though its gauges come every second: the engine hangs
+ABORTS: Final = 10_000  # cancels whose answers are awaited, to time them
 
 
 class EngineLink:
     """Implements protocol.EnginePort. `run` keeps it connected until it is cancelled."""
 
-    def __init__(self, socket: str, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        socket: str,
+        metrics: Metrics,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        silence_s: float = SILENCE_S,
+        on_silence: Callable[[], None] = lambda: None,
+    ) -> None:
         self._socket = socket
         self._metrics = metrics
+        self._clock = clock
+        self._silence_s = silence_s
+        self._on_silence = on_silence
+        self.quarantine = Quarantine(clock)
+        self.room = Room()
+        self._aborts: dict[int, float] = {}  # when the engine was told to cancel a context
         self._ready: Ready | None = None
         self._routes: dict[int, Deliver] = {}
         self._next_context = 1
@@ -58,6 +81,11 @@ class EngineLink:
     @property
     def ready(self) -> Ready | None:
         return self._ready
+
+    @property
+    def was_ready(self) -> bool:
+        """Has an engine ever greeted?"""
+        return self._epoch > 0
 
     @property
     def num_leases(self) -> int:
@@ -76,6 +104,8 @@ class EngineLink:
 
     def post(self, message: ToEngine) -> None:
         if self._ready is not None and message.epoch == self._epoch:
+            if isinstance(message, Cancel) and len(self._aborts) < ABORTS:
+                self._aborts[message.context] = self._clock()
             self._outbox.append(message)
             self._has_outbox.set()
 
@@ -98,19 +128,27 @@ class EngineLink:
             uri="ws://engine/",
             compression=None,
             max_size=None,
-            ping_interval=PING_S,
-            ping_timeout=SILENCE_S,
+            ping_interval=None,  # a pong would only say that the pipe's thread lives
             close_timeout=1,
         ) as pipe:
             await self._greet(pipe)
             writer = asyncio.create_task(self._write(pipe), name="engine-writer")
             try:
-                async for data in pipe:
-                    self._read(data)
+                while True:
+                    self._read(await self._hear(pipe))
             finally:
                 writer.cancel()
                 with contextlib.suppress(asyncio.CancelledError, WebSocketException):
                     await writer
+
+    async def _hear(self, pipe: ClientConnection) -> str | bytes:
+        try:
+            async with asyncio.timeout(self._silence_s):
+                return await pipe.recv()
+        except TimeoutError:
+            log(logger, "engine silent", level=logging.ERROR, seconds=self._silence_s)
+            self._on_silence()
+            raise
 
     async def _greet(self, pipe: ClientConnection) -> None:
         async with asyncio.timeout(GREETING_S):
@@ -118,11 +156,14 @@ class EngineLink:
         first, *rest = _messages(data)
         if not isinstance(first, Ready):
             raise BadPipeMessage(f"the engine began with {type(first).__name__}")
+        async with asyncio.timeout(PING_S):
+            await (await pipe.ping())  # it answers: whoever is told that we are ready may speak
         self._epoch += 1
         self._ready = first
         self._outbox.clear()
         self.is_ready.set()
-        logger.info("engine ready: %s, %d voices, %d lanes", first.model, len(first.voices), first.lanes)
+        self._metrics.engine_up.set(1)
+        log(logger, "engine ready", model=first.model, voices=len(first.voices), lanes=first.lanes)
         for message in rest:
             self._dispatch(message)
 
@@ -131,8 +172,8 @@ class EngineLink:
             await self._has_outbox.wait()
             self._has_outbox.clear()
             batch, self._outbox = self._outbox, []
-            if batch:
-                await pipe.send(msgpack.packb([pack(message) for message in batch]))
+            for messages in _bundles(batch):
+                await pipe.send(msgpack.packb([pack(message) for message in messages]))
 
     def _read(self, data: str | bytes) -> None:
         for message in _messages(data):
@@ -142,11 +183,18 @@ class EngineLink:
         match message:
             case Gauges():
                 self.gauges = message
+                self._metrics.take(message)
             case Ready():
                 self._ready = message
-            case _:
-                if message.epoch == self._epoch and (deliver := self._routes.get(message.context)) is not None:
-                    deliver(_from_engine(message))
+            case _ if message.epoch == self._epoch:
+                self._route(message)
+
+    def _route(self, message: Message) -> None:
+        assert not isinstance(message, Ready | Gauges), "they belong to no context"
+        if isinstance(message, Cancelled) and (asked_at := self._aborts.pop(message.context, None)) is not None:
+            self._metrics.engine_abort.observe(self._clock() - asked_at)
+        if (deliver := self._routes.get(message.context)) is not None:
+            deliver(_from_engine(message))
 
     def _lose(self) -> None:
         """The pipe has ended: tell every leased context, once."""
@@ -154,10 +202,12 @@ class EngineLink:
             return
         self._ready = None
         self.gauges = None
+        self._aborts.clear()
         self.is_ready.clear()
-        self._metrics.num_engine_losses += 1
+        self._metrics.take(None)
+        self._metrics.engine_losses.inc()
         routes, self._routes = self._routes, {}
-        logger.warning("engine lost with %d contexts open", len(routes))
+        log(logger, "engine lost", level=logging.WARNING, contexts=len(routes))
         for context, deliver in routes.items():
             deliver(
                 Failed(
@@ -169,6 +219,18 @@ class EngineLink:
                     after_ms=RESTART_AFTER_MS,
                 )
             )
+
+
+def _bundles(batch: list[ToEngine]) -> Iterator[list[ToEngine]]:
+    """What travels as one pipe message: all of it, but each recording ends one, since two may be too large together."""
+    bundle: list[ToEngine] = []
+    for message in batch:
+        bundle.append(message)
+        if isinstance(message, VoicePut):
+            yield bundle
+            bundle = []
+    if bundle:
+        yield bundle
 
 
 def _messages(data: str | bytes) -> list[Message]:

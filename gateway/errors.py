@@ -2,6 +2,7 @@
 
 GatewayError
 |-- ConfigError          the operator's file or flags: say so and exit
+|-- Denied               no entry: an HTTP status before the upgrade
 |-- Violation            bytes that are not rill.v1: close the socket with `close_code`
 |-- Refusal              a message that is well formed but can't be done: `error` on the wire, the socket lives
 |-- EngineUnavailable    the pipe to the engine is down: callers try again
@@ -10,6 +11,7 @@ GatewayError
 from __future__ import annotations
 
 from enum import IntEnum
+from http import HTTPStatus
 
 
 class Close(IntEnum):
@@ -64,6 +66,16 @@ class GatewayError(Exception):
 
 class ConfigError(GatewayError):
     """The operator asked for something that can't be: the text names the value and the bound."""
+
+
+class Denied(GatewayError):
+    """A request is refused before the upgrade: `status`, and when to come back."""
+
+    def __init__(self, status: HTTPStatus, why: str, *, retry_after_s: int | None = None) -> None:
+        super().__init__(why)
+        self.status = status
+        self.why = why
+        self.retry_after_s = retry_after_s
 
 
 class Violation(GatewayError):

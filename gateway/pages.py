@@ -11,6 +11,8 @@ from typing import Any, Final
 from websockets.datastructures import Headers
 from websockets.http11 import Response
 
+from gateway.errors import Denied
+
 WEB: Final = Path(__file__).resolve().parent.parent / "web"
 POLICY: Final = "default-src 'self'; connect-src 'self' ws: wss:; img-src 'self' data:; frame-ancestors 'none'"
 _TYPES: Final = {".js": "text/javascript", ".mjs": "text/javascript", ".css": "text/css", ".html": "text/html"}
@@ -41,8 +43,7 @@ def _copy(response: Response) -> Response:
     return Response(response.status_code, response.reason_phrase, response.headers.copy(), response.body)
 
 
-def respond(status: HTTPStatus, body: bytes, kind: str = "text/plain; charset=utf-8", **extra: str) -> Response:
-    """A whole response; `extra` are headers with _ for -."""
+def respond(status: HTTPStatus, body: bytes, kind: str = "text/plain; charset=utf-8") -> Response:
     headers = Headers(
         {
             "Content-Type": kind,
@@ -53,8 +54,6 @@ def respond(status: HTTPStatus, body: bytes, kind: str = "text/plain; charset=ut
             "Connection": "close",
         }
     )
-    for name, value in extra.items():
-        headers[name.replace("_", "-")] = value
     return Response(status.value, status.phrase, headers, body)
 
 
@@ -62,6 +61,16 @@ def respond_json(status: HTTPStatus, table: dict[str, Any]) -> Response:
     return respond(status, json.dumps(table).encode() + b"\n", "application/json")
 
 
-def refuse(status: HTTPStatus, why: str, **extra: str) -> Response:
+def refuse(denied: Denied) -> Response:
     """A refusal before the upgrade, in one line of text."""
-    return respond(status, why.encode() + b"\n", **extra)
+    response = respond(denied.status, denied.why.encode() + b"\n")
+    if denied.retry_after_s is not None:
+        response.headers["Retry-After"] = str(denied.retry_after_s)
+    match denied.status:
+        case HTTPStatus.UNAUTHORIZED:
+            response.headers["WWW-Authenticate"] = "Bearer"
+        case HTTPStatus.METHOD_NOT_ALLOWED:
+            response.headers["Allow"] = "GET"
+        case HTTPStatus.UPGRADE_REQUIRED:
+            response.headers["Upgrade"] = "websocket"
+    return response

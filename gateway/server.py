@@ -5,58 +5,118 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import itertools
 import logging
+import random
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
 from http import HTTPStatus
+from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, Self
 from urllib.parse import urlsplit
 
 from websockets.asyncio.server import Server, ServerConnection, serve
+from websockets.datastructures import Headers
 from websockets.http11 import Request, Response
 from websockets.typing import Subprotocol
 
-from engine.config import GatewayConfig
+from engine import config as profiles
+from engine.config import GatewayConfig, KeyConfig
 from engine.leash import on_parent_gone
 from gateway import wire
+from gateway.admission import Admission, Caller, Tickets
 from gateway.engine_link import EngineLink
-from gateway.errors import ConfigError
-from gateway.metrics import Metrics
+from gateway.errors import Close, ConfigError, Denied
+from gateway.metrics import STATES, Metrics
 from gateway.pages import StaticFiles, refuse, respond, respond_json
 from gateway.protocol import ProtocolLimits
 from gateway.session import Session
+from gateway.spans import Tracer, make_tracer, no_spans
+from gateway.supervisor import READY, SILENT
 
 logger = logging.getLogger(__name__)
 
 WRITE_LIMIT: Final = 16 * 1024  # bytes in our own buffer before a write waits
 SEND_BUFFER: Final = 64 * 1024  # and in the kernel's: an ack never waits behind seconds of audio
 UNSENT_LIMIT: Final = 16 * 1024
-HANDSHAKE_S: Final = 10.0
-RETRY_AFTER_S: Final = "1"
+BACKLOG: Final = 512
+HANDSHAKE_S: Final = 5.0
+TICK_S: Final = 0.05
+TICKS_PER_GAUGE: Final = 20
+DRAIN_MARGIN_S: Final = 4.0  # beyond the deadline: last words and closing handshakes
+
+
+class Connection(ServerConnection):
+    """A connection with what it owes at the door: a pending handshake, then a caller's place."""
+
+    def __init__(self, door: GatewayServer, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.caller: Caller | None = None
+        self._admission = door.admission
+        self._pending = door.pending
+        self._knocked_at: str | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        peer = transport.get_extra_info("peername")
+        address = self._admission.address(peer[0] if peer else "")
+        if self._admission.knock(address):
+            self._knocked_at = address
+            self._pending.add(self)
+        else:
+            self.transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.settle()
+        if self.caller is not None:
+            self.caller.leave()
+        super().connection_lost(exc)
+
+    def settle(self) -> None:
+        """The request is here, or never will be. Idempotent."""
+        self._pending.discard(self)
+        if self._knocked_at is not None:
+            self._admission.settle(self._knocked_at)
+            self._knocked_at = None
 
 
 class GatewayServer:
     """`async with GatewayServer(config) as server:` listens at `server.address` until the block ends, then drains."""
 
-    def __init__(self, config: GatewayConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        config: GatewayConfig,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        tracer: Tracer = no_spans,
+        on_silence: Callable[[], None] = lambda: None,
+    ) -> None:
         self._config = config
         self._clock = clock
+        self._tracer = tracer
         self._limits = ProtocolLimits(
             contexts=config.contexts,
             text_bytes=config.text_bytes,
             idle_ms=config.idle_ms,
+            context_idle_ms=config.context_idle_ms,
             window_ms=config.window_ms,
         )
         self.metrics = Metrics()
-        self.link = EngineLink(config.socket, self.metrics)
+        self.link = EngineLink(config.socket, self.metrics, clock=clock, on_silence=on_silence)
+        tickets = Tickets(Path(config.socket).parent / "tickets", config.ticket_ms / 1000, time.time)
+        self.admission = Admission(config, tickets, clock)
         self._files = StaticFiles()
-        self._sessions: set[Session] = set()
+        self.pending: set[Connection] = set()  # connections that have not made their request
+        self._sessions: dict[Session, Caller] = {}
         self._is_draining = False
+        self._is_empty = asyncio.Event()  # the last session of a drain is over
         self._server: Server | None = None
-        self._link_task: asyncio.Task[None] | None = None  # ends by cancellation, or by our bug
+        self._tasks: list[asyncio.Task[None]] = []  # they end by cancellation, or by our bug
 
     @property
     def address(self) -> str:
@@ -67,9 +127,12 @@ class GatewayServer:
         return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
 
     @property
-    def link_task(self) -> asyncio.Task[None]:
-        assert self._link_task is not None, "not started"
-        return self._link_task
+    def num_sessions(self) -> int:
+        return len(self._sessions)
+
+    @property
+    def num_contexts(self) -> int:
+        return sum(session.num_contexts for session in self._sessions)
 
     async def __aenter__(self) -> Self:
         self._server = await serve(
@@ -86,8 +149,14 @@ class GatewayServer:
             close_timeout=2,
             max_size=wire.MESSAGE_BYTES,
             write_limit=(WRITE_LIMIT, WRITE_LIMIT // 4),
+            create_connection=partial(Connection, self),  # type: ignore[arg-type]  # a type or what makes one
+            reuse_port=self._config.processes > 1 or None,
+            backlog=BACKLOG,
         )
-        self._link_task = asyncio.create_task(self.link.run(), name="engine-link")
+        self._tasks = [
+            asyncio.create_task(self.link.run(), name="engine-link"),
+            asyncio.create_task(self._tick(), name="ticks"),
+        ]
         return self
 
     async def __aexit__(
@@ -95,40 +164,92 @@ class GatewayServer:
     ) -> None:
         await self.stop()
 
+    async def failure(self) -> None:
+        """Returns when the server can't go on, by our bug."""
+        await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+
     async def stop(self) -> None:
-        """Stop accepting, tell callers, wait until the drain deadline, end the rest."""
-        assert self._server is not None and self._link_task is not None, "not started"
+        """Tell callers, wait until the drain deadline, end the rest, stop listening. Until then `/readyz` says why."""
+        assert self._server is not None, "not started"
         self._is_draining = True
-        await asyncio.gather(*(session.drain(self._config.drain_ms / 1000) for session in list(self._sessions)))
+        drain_s = self._config.drain_ms / 1000
+        for session in self._sessions:
+            session.retire("shutdown", drain_s)
+        if not self._sessions:
+            self._is_empty.set()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(drain_s + DRAIN_MARGIN_S):
+                await self._is_empty.wait()
+        for connection in list(self.pending):
+            connection.transport.abort()
         self._server.close()
         await self._server.wait_closed()
-        self._link_task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._link_task
+        for task in self._tasks:
+            task.cancel()
+        for result in await asyncio.gather(*self._tasks, return_exceptions=True):
+            if isinstance(result, Exception):
+                logger.error("a task of the server failed", exc_info=result)
+
+    def reload(self, keys: Mapping[str, KeyConfig]) -> None:
+        """Other keys from now on: connections whose key is gone are closed."""
+        self.admission.reload(keys)
+        for session, caller in self._sessions.items():
+            if self.admission.is_revoked(caller):
+                session.dismiss(Close.KEY_REVOKED, "the key is not valid any more")
+
+    async def _tick(self) -> None:
+        """Every session's deadlines, the loop's lag, and once a second the gauges."""
+        for count in itertools.count():
+            due = self._clock() + TICK_S
+            await asyncio.sleep(TICK_S)
+            now = self._clock()
+            self.metrics.loop_lag.observe(max(now - due, 0.0))
+            for session in list(self._sessions):
+                session.tick(now)
+            if count % TICKS_PER_GAUGE == 0:
+                states = Counter(state for session in self._sessions for state in session.states())
+                for state in STATES:
+                    self.metrics.contexts.labels(state).set(states[state])
 
     # ---- before the upgrade
 
     def _admit(self, connection: ServerConnection, request: Request) -> Response | None:
         """None lets the handshake go on; anything else is the answer."""
-        if request.method != "GET":
-            return refuse(HTTPStatus.METHOD_NOT_ALLOWED, "GET only", Allow="GET")
-        path = urlsplit(request.path).path
-        return self._admit_speech(request) if path == wire.PATH else self._answer(path)
-
-    def _admit_speech(self, request: Request) -> Response | None:
-        origins, hosts = request.headers.get_all("Origin"), request.headers.get_all("Host")
-        if len(origins) > 1 or len(hosts) > 1:
-            return refuse(HTTPStatus.BAD_REQUEST, "Origin and Host may be given once")
-        if origins and not self._is_allowed(origins[0], "".join(hosts)):
-            return refuse(HTTPStatus.FORBIDDEN, "this origin may not connect")
-        offered = [name.strip() for name in ",".join(request.headers.get_all("Sec-WebSocket-Protocol")).split(",")]
-        if "Upgrade" in request.headers and wire.SUBPROTOCOL not in offered:
-            return refuse(HTTPStatus.BAD_REQUEST, f"subprotocol {wire.SUBPROTOCOL} must be offered")
-        if self._is_draining:
-            return refuse(HTTPStatus.SERVICE_UNAVAILABLE, "draining", Retry_After=RETRY_AFTER_S)
-        if len(self._sessions) >= self._config.connections:
-            return refuse(HTTPStatus.SERVICE_UNAVAILABLE, "too many connections", Retry_After=RETRY_AFTER_S)
+        assert isinstance(connection, Connection), "made by our own factory"
+        connection.settle()
+        try:
+            if request.method != "GET":
+                raise Denied(HTTPStatus.METHOD_NOT_ALLOWED, "GET only")
+            url = urlsplit(request.path)
+            if url.path != wire.PATH:
+                return self._answer(url.path, connection, request.headers)
+            self._admit_speech(connection, request.headers, url.query)
+        except Denied as denied:
+            self.metrics.turned_away.labels(str(denied.status.value)).inc()
+            return refuse(denied)
         return None
+
+    def _admit_speech(self, connection: Connection, headers: Headers, query: str) -> None:
+        """Raises Denied."""
+        origins, hosts = headers.get_all("Origin"), headers.get_all("Host")
+        if len(origins) > 1 or len(hosts) > 1:
+            raise Denied(HTTPStatus.BAD_REQUEST, "Origin and Host may be given once")
+        if origins and not self._is_allowed(origins[0], "".join(hosts)):
+            raise Denied(HTTPStatus.FORBIDDEN, "this origin may not connect")
+        if "Upgrade" not in headers:
+            raise Denied(HTTPStatus.UPGRADE_REQUIRED, "this is a WebSocket")
+        offered = [name.strip() for name in ",".join(headers.get_all("Sec-WebSocket-Protocol")).split(",")]
+        if wire.SUBPROTOCOL not in offered:
+            raise Denied(HTTPStatus.BAD_REQUEST, f"subprotocol {wire.SUBPROTOCOL} must be offered")
+        if self._is_draining:
+            raise Denied(HTTPStatus.SERVICE_UNAVAILABLE, "draining", retry_after_s=1)
+        if len(self._sessions) >= self._config.connections:
+            raise Denied(HTTPStatus.SERVICE_UNAVAILABLE, "too many connections", retry_after_s=1)
+        connection.caller = self.admission.enter(self._address(connection, headers), headers, query)
+
+    def _address(self, connection: Connection, headers: Headers) -> str:
+        peer = connection.remote_address
+        return self.admission.address(peer[0] if peer else "", headers)
 
     def _is_allowed(self, origin: str, host: str) -> bool:
         """The configured origins; with none, our own page. A loopback server believes only loopback names, so that a
@@ -138,49 +259,77 @@ class GatewayServer:
         own = urlsplit(origin)
         return own.netloc == host and (not is_loopback(self._config.host) or is_loopback(own.hostname or ""))
 
-    def _answer(self, path: str) -> Response:
+    def _answer(self, path: str, connection: Connection, headers: Headers) -> Response:
+        """What is not the speech socket. Raises Denied."""
         match path:
             case "/livez":
                 return respond(HTTPStatus.OK, b"alive\n")
             case "/readyz":
                 return self._readiness()
             case "/metrics":
-                text = self.metrics.render(is_engine_up=self.link.ready is not None, gauges=self.link.gauges)
-                return respond(HTTPStatus.OK, text.encode(), "text/plain; version=0.0.4; charset=utf-8")
+                is_local = is_loopback(self._address(connection, headers))
+                if not self.admission.may_see_metrics(headers, is_local=is_local):
+                    raise Denied(HTTPStatus.UNAUTHORIZED, "a key is needed")
+                return respond(HTTPStatus.OK, self.metrics.render(), "text/plain; version=0.0.4; charset=utf-8")
+            case "/ticket":
+                ticket = self.admission.ticket(self._address(connection, headers), headers)
+                return respond_json(HTTPStatus.OK, {"ticket": ticket, "expires_ms": self._config.ticket_ms})
             case _:
-                return self._files.get(path) or refuse(HTTPStatus.NOT_FOUND, "no such page")
+                if (page := self._files.get(path)) is not None:
+                    return page
+                raise Denied(HTTPStatus.NOT_FOUND, "no such page")
 
     def _readiness(self) -> Response:
         gauges = self.link.gauges
         lanes = self.link.ready.lanes if self.link.ready is not None else 0
-        is_full = gauges is not None and gauges.lanes_used >= gauges.lanes and gauges.waiting > 0
-        why = "draining" if self._is_draining else "no engine" if self.link.ready is None else "full" if is_full else ""
+        why = self._why_not_ready()
         table = {
             "ready": not why,
             "why": why or "ready",
-            "contexts": self.metrics.contexts,
+            "contexts": self.num_contexts,
             "lanes": lanes,
             "lanes_used": gauges.lanes_used if gauges is not None else 0,
         }
         return respond_json(HTTPStatus.SERVICE_UNAVAILABLE if why else HTTPStatus.OK, table)
 
+    def _why_not_ready(self) -> str:
+        """Empty if a new caller would be served. An engine opens its pipe when it is warm."""
+        if self._is_draining:
+            return "draining"
+        if self.link.ready is None:
+            return "engine gone" if self.link.was_ready else "engine not warm"
+        if len(self._sessions) >= self._config.connections:
+            return "too many connections"
+        gauges = self.link.gauges
+        is_full = gauges is not None and gauges.lanes_used >= gauges.lanes and gauges.waiting > 0
+        return "engine full" if is_full else ""
+
     # ---- after it
 
     async def _handle(self, connection: ServerConnection) -> None:
+        assert isinstance(connection, Connection) and connection.caller is not None, "admitted before the upgrade"
         _set_socket_options(connection, self._config.stall_ms)
         session = Session(
             connection,
             self.link,
             limits=self._limits,
+            quota=connection.caller,
             metrics=self.metrics,
+            tracer=self._tracer,
             stall_s=self._config.stall_ms / 1000,
+            expires_at=self._clock() + self._config.age_ms / 1000 * random.uniform(0.9, 1.1),
+            goaway_s=self._config.goaway_ms / 1000,
             clock=self._clock,
         )
-        self._sessions.add(session)
+        self._sessions[session] = connection.caller
+        if self._is_draining:  # it was let in just before
+            session.retire("shutdown", 0.0)
         try:
             await session.run()
         finally:
-            self._sessions.discard(session)
+            del self._sessions[session]
+            if not self._sessions and self._is_draining:
+                self._is_empty.set()
 
 
 def _set_socket_options(connection: ServerConnection, stall_ms: int) -> None:
@@ -200,18 +349,25 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def check_exposure(host: str, *, without_keys: bool) -> None:
-    """Raises ConfigError for a host that others can reach, unless the operator said that it may go without keys."""
-    if not is_loopback(host) and not without_keys:
+def check_exposure(config: GatewayConfig, *, without_keys: bool) -> None:
+    """Raises ConfigError for a host that others can reach, unless there are keys or the operator said to go without."""
+    if not is_loopback(config.host) and not config.keys and not without_keys:
         raise ConfigError(
-            f"host {host} can be reached by others and callers need no key; say --without-keys to allow it"
+            f"host {config.host} can be reached by others and there are no keys; `rill key NAME` makes one, "
+            "--without-keys goes without"
         )
 
 
-async def run(config: GatewayConfig, announce: Callable[[str], None], *, is_leashed: bool = False) -> None:
-    """Serve until SIGTERM or SIGINT or, leashed, the parent's end.
+async def run(
+    config: GatewayConfig,
+    announce: Callable[[str], None],
+    *,
+    load_keys: Callable[[], Mapping[str, KeyConfig]],
+    is_leashed: bool = False,
+) -> None:
+    """Serve until SIGTERM or SIGINT or, leashed, the parent's end. SIGHUP reads the keys again.
 
-    `announce` gets the address once, when the engine is ready to speak.
+    `announce` gets one line with the address, when the engine has answered, and one whenever it hangs.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -219,17 +375,32 @@ async def run(config: GatewayConfig, announce: Callable[[str], None], *, is_leas
         loop.add_signal_handler(number, stop.set)
     if is_leashed:
         on_parent_gone(stop.set)
+    tracer = make_tracer() if config.spans else no_spans
     try:
-        async with GatewayServer(config) as server:
-            greeter = asyncio.create_task(_greet(server, announce), name="greeter")
-            stopper = asyncio.create_task(stop.wait(), name="stopper")
-            await asyncio.wait((stopper, server.link_task), return_when=asyncio.FIRST_COMPLETED)
-            greeter.cancel()
-            stopper.cancel()
+        async with GatewayServer(config, tracer=tracer, on_silence=lambda: announce(SILENT)) as server:
+            loop.add_signal_handler(signal.SIGHUP, _reload, server, load_keys)
+            tasks = [
+                asyncio.create_task(_greet(server, announce), name="greeter"),
+                asyncio.create_task(stop.wait(), name="stopper"),
+                asyncio.create_task(server.failure(), name="failure"),
+            ]
+            await asyncio.wait(tasks[1:], return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                task.cancel()
     except OSError as error:
         raise ConfigError(f"can't listen at {config.host} port {config.port}: {error.strerror}") from error
 
 
+def _reload(server: GatewayServer, load_keys: Callable[[], Mapping[str, KeyConfig]]) -> None:
+    try:
+        keys = load_keys()
+    except profiles.ConfigError as error:
+        logger.error("the keys stay as they are: %s", error)
+        return
+    server.reload(keys)
+    logger.info("%d keys from now on", len(keys))
+
+
 async def _greet(server: GatewayServer, announce: Callable[[str], None]) -> None:
     await server.link.is_ready.wait()
-    announce(server.address)
+    announce(f"{READY}{server.address}")

@@ -120,13 +120,26 @@ class Ping:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VoiceUpload:
-    """`voice_put` and `voice_drop`: known to the protocol, not offered by this server yet."""
+class VoicePut:
+    """One part of a recording; the first one says whose voice it is and what is spoken."""
 
     t: ClassVar[str] = "voice_put"
+    v: str
+    n: int
+    d: bytes
+    last: bool = False
+    name: str | None = None
+    transcript: str | None = None
+    lang: str | None = None
 
 
-ClientMessage = Open | Text | Flush | End | Cancel | Credit | Voices | Ping | VoiceUpload
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VoiceDrop:
+    t: ClassVar[str] = "voice_drop"
+    voice: str
+
+
+ClientMessage = Open | Text | Flush | End | Cancel | Credit | Voices | Ping | VoicePut | VoiceDrop
 
 
 # ---- server -> client ----------------------------------------------------------------------------------------------
@@ -222,10 +235,12 @@ class Cancelled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Error:
-    """Terminal for the context when it has `c`, else of the connection, which lives."""
+    """Terminal for the context when it has `c`, for the upload or the drop when it has `v`, which names the upload or
+    the voice; else of the connection, which lives."""
 
     t: ClassVar[str] = "error"
     c: str | None = None
+    v: str | None = None
     code: str
     msg: str
     retry: bool
@@ -234,8 +249,22 @@ class Error:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class VoiceKept:
+    """An upload has become a voice: `voice` is the id to open contexts with, `ms` the length of its recording."""
+
+    t: ClassVar[str] = "voice"
+    v: str
+    voice: str
+    name: str
+    ms: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class VoiceList:
+    """`v`: the voice whose drop this answers."""
+
     t: ClassVar[str] = "voices"
+    v: str | None = None
     list: tuple[Voice, ...]
 
 
@@ -252,10 +281,13 @@ class Pong:
     x: str | int | float | bytes | None = None
 
 
-ServerMessage = Ready | Opened | Audio | Flushed | Taken | Done | Cancelled | Error | VoiceList | GoAway | Pong
+ServerMessage = (
+    Ready | Opened | Audio | Flushed | Taken | Done | Cancelled | Error | VoiceKept | VoiceList | GoAway | Pong
+)
 TERMINAL: Final = (Done, Cancelled, Error)
 _SERVER: Final[dict[str, type[ServerMessage]]] = {
-    kind.t: kind for kind in (Ready, Opened, Audio, Flushed, Taken, Done, Cancelled, Error, VoiceList, GoAway, Pong)
+    kind.t: kind
+    for kind in (Ready, Opened, Audio, Flushed, Taken, Done, Cancelled, Error, VoiceKept, VoiceList, GoAway, Pong)
 }
 
 
@@ -407,6 +439,19 @@ class _Fields:
             raise Refusal("bad_message", f"{name} must be a number from {low:g} to {high:g}")
         return value
 
+    def bytes(self, name: str) -> bytes:
+        value = self._table.get(name)
+        if not isinstance(value, bytes):
+            raise Refusal("bad_message", f"{name} must be bytes")
+        return value
+
+    def truth(self, name: str) -> bool:
+        """False if it is left out."""
+        value = self._table.get(name, False)
+        if not isinstance(value, bool):
+            raise Refusal("bad_message", f"{name} must be true or false")
+        return value
+
     def optional_string(self, name: str, limit: int) -> str | None:
         return None if self._table.get(name) is None else self.string(name, limit)
 
@@ -429,6 +474,12 @@ def context_id(table: Mapping[str, Any]) -> str | None:
     """The message's `c` if it is a legal id, else None."""
     value = table.get("c")
     return value if isinstance(value, str) and 1 <= len(value.encode()) <= CONTEXT_ID_BYTES else None
+
+
+def upload_id(table: Mapping[str, Any]) -> str | None:
+    """What an `error` about a `voice_put` or a `voice_drop` calls it: the upload's id, or the voice's."""
+    value = table.get({"voice_put": "v", "voice_drop": "voice"}.get(str(table.get("t")), ""))
+    return value if isinstance(value, str) and 1 <= len(value.encode()) <= NAME_BYTES else None
 
 
 def parse(table: Mapping[str, Any]) -> ClientMessage:
@@ -507,6 +558,19 @@ def _ping(read: _Fields) -> Ping:
     return Ping(x=value)
 
 
+def _voice_put(read: _Fields) -> VoicePut:
+    n = read.integer("n", 0, 2**53)
+    return VoicePut(
+        v=read.string("v", CONTEXT_ID_BYTES, least=1),
+        n=n,
+        d=read.bytes("d"),
+        last=read.truth("last"),
+        name=read.string("name", MESSAGE_BYTES) if n == 0 else None,
+        transcript=read.string("transcript", MESSAGE_BYTES) if n == 0 else None,
+        lang=read.optional_string("lang", NAME_BYTES) if n == 0 else None,
+    )
+
+
 _PARSERS: Final[dict[str, Callable[[_Fields], ClientMessage]]] = {
     "open": _open,
     "text": _text,
@@ -516,6 +580,6 @@ _PARSERS: Final[dict[str, Callable[[_Fields], ClientMessage]]] = {
     "credit": lambda read: Credit(c=_c(read), ms=read.number("ms", 0, CREDIT_MS_LIMIT)),
     "voices": lambda read: Voices(),
     "ping": _ping,
-    "voice_put": lambda read: VoiceUpload(),
-    "voice_drop": lambda read: VoiceUpload(),
+    "voice_put": _voice_put,
+    "voice_drop": lambda read: VoiceDrop(voice=read.string("voice", NAME_BYTES, least=1)),
 }

@@ -5,6 +5,8 @@ listener can tell whose audio it hears. `Script` says how it misbehaves. Text ma
 
     FAULT    this context fails with `engine_error`            DIE     the engine drops the pipe at once
     STALL    no audio of this context ever comes               BUSY    refused as overloaded, retry
+
+A recording becomes a voice whatever is in it, but for transcripts that hold such an order: FAULT, STALL, DIE or BUSY.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ from __future__ import annotations
 import array
 import asyncio
 import contextlib
+import dataclasses
+import hashlib
 import math
 import sys
 from collections.abc import Iterable
@@ -41,10 +45,16 @@ from engine.messages import (
     Open,
     Opened,
     Ready,
+    VoiceDrop,
+    VoiceDropped,
     VoiceInfo,
+    VoiceKept,
+    VoicePut,
     pack,
     unpack,
 )
+
+GAUGES_S = 1.0
 
 
 @dataclass(kw_only=True)
@@ -110,7 +120,9 @@ class Link:
     async def serve(self) -> None:
         if self.engine.script.is_ready:
             self.out.append(self.engine.ready())
-        sender = asyncio.create_task(self.run(), name="scripted-steps")
+        tasks = [asyncio.create_task(self.run(), name="scripted-steps")]
+        if self.engine.script.is_ready:
+            tasks.append(asyncio.create_task(self.tell_gauges(), name="scripted-gauges"))
         try:
             async for data in self.connection:
                 for table in msgpack.unpackb(data):
@@ -121,9 +133,10 @@ class Link:
         finally:
             self.is_dead = True
             self.contexts.clear()
-            sender.cancel()
-            with contextlib.suppress(asyncio.CancelledError, ConnectionClosed):
-                await sender
+            for task in tasks:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError, ConnectionClosed):
+                    await task
 
     def take(self, message: Message) -> None:
         self.engine.received.append(message)
@@ -132,6 +145,10 @@ class Link:
                 self.open(message)
             case Cancel(context=key, epoch=epoch):
                 self.cancel(key, epoch)
+            case VoicePut():
+                self.put_voice(message)
+            case VoiceDrop():
+                self.drop_voice(message)
             case Clause() | End() | Credit():
                 if (context := self.current(message.context, message.epoch)) is not None:
                     self.feed(context, message)
@@ -144,11 +161,37 @@ class Link:
         script = self.engine.script
         if script.refuse or len(self.contexts) >= script.lanes + script.waiting:
             self.fail(message, "overloaded", "no lane is free", retry=True)
-        elif message.voice and message.voice not in script.voices:
+        elif message.voice and message.voice not in (*script.voices, *self.engine.kept):
             self.fail(message, "unknown_voice", "no such voice", retry=False)
         else:
             self.contexts[message.context] = Context(message)
             self.out.append(Opened(context=message.context, epoch=message.epoch))
+
+    def put_voice(self, message: VoicePut) -> None:
+        if "DIE" in message.transcript:
+            self.is_dead = True
+            self.connection.transport.abort()
+        elif "FAULT" in message.transcript:
+            self.fail(message, "bad_voice", "the sample rate is 8000 Hz; 16000 to 192000 Hz are accepted", retry=False)
+        elif "BUSY" in message.transcript:
+            self.fail(message, "overloaded", "8 recordings wait already", retry=True)
+        elif "STALL" not in message.transcript:
+            key = hashlib.sha256(message.audio + message.transcript.encode()).hexdigest()[:24]
+            owners = {**self.engine.owners(key), message.owner: message.name}
+            self.engine.kept[key] = VoiceInfo(id=key, name=message.name, lang=message.lang, ms=5_000, owners=owners)
+            self.engine.tell_voices()
+            self.out.append(VoiceKept(context=message.context, epoch=message.epoch, voice=self.engine.kept[key]))
+
+    def drop_voice(self, message: VoiceDrop) -> None:
+        owners = self.engine.owners(message.voice)
+        if owners.pop(message.owner, None) is None:
+            self.fail(message, "unknown_voice", "no voice of yours has this id", retry=False)
+            return
+        kept = self.engine.kept.pop(message.voice)
+        if owners:
+            self.engine.kept[message.voice] = dataclasses.replace(kept, owners=owners)
+        self.engine.tell_voices()
+        self.out.append(VoiceDropped(context=message.context, epoch=message.epoch))
 
     def feed(self, context: Context, message: Clause | End | Credit) -> None:
         match message:
@@ -169,7 +212,7 @@ class Link:
         if context is not None and self.engine.script.late_audio:
             self.out.append(Audio(context=key, epoch=epoch, pcm=tone("late", 0, 0, 0, 2_400)))
 
-    def fail(self, opened: Open, code: str, why: str, *, retry: bool) -> None:
+    def fail(self, opened: Open | VoicePut | VoiceDrop, code: str, why: str, *, retry: bool) -> None:
         self.contexts.pop(opened.context, None)
         self.out.append(
             Failed(
@@ -181,6 +224,13 @@ class Link:
                 after_ms=500 if retry else None,
             )
         )
+
+    async def tell_gauges(self) -> None:
+        """At the pace of the real engine, until the link ends."""
+        while True:
+            await asyncio.sleep(GAUGES_S)
+            self.out.append(self.engine.gauges(len(self.contexts)))
+            self.work.set()
 
     async def run(self) -> None:
         """One message on the pipe per step, until the link ends."""
@@ -259,6 +309,7 @@ class ScriptedEngine:
         self.received: list[Message] = []
         self.links: list[Link] = []
         self.num_samples = 0
+        self.kept: dict[str, VoiceInfo] = {}  # callers' voices
         self._server: Server | None = None
 
     @property
@@ -270,7 +321,17 @@ class ScriptedEngine:
 
     def ready(self) -> Ready:
         voices = [VoiceInfo(id=name, name=name.title(), lang="en", ms=4_000) for name in self.script.voices]
+        voices += self.kept.values()
         return Ready(model="scripted", voices=voices, sample_rate=SAMPLE_RATE_HZ, lanes=self.script.lanes)
+
+    def owners(self, voice: str) -> dict[str, str]:
+        return dict(self.kept[voice].owners) if voice in self.kept else {}
+
+    def tell_voices(self) -> None:
+        """Every link hears the new list."""
+        for link in self.links:
+            link.out.append(self.ready())
+            link.work.set()
 
     def gauges(self, used: int) -> Gauges:
         return Gauges(lanes_used=used, lanes=self.script.lanes, talker_pages=used, flow_pages=used, contexts=used)

@@ -40,21 +40,21 @@ def test_g711_grows_with_the_sample(enc: str) -> None:
 def test_the_declared_rate_is_the_real_one(enc: str, rate: int) -> None:
     encoder = Encoder(enc, rate)
     second = np.sin(np.arange(24_000) * 0.05).astype("<f4")
-    out = b"".join(encoder.push(part.tobytes()) for part in np.array_split(second, 7)) + encoder.end_clause()
+    out = b"".join(encoder.push(part.tobytes()) for part in np.array_split(second, 7)) + encoder.drain()
     assert abs(len(out) / encoder.bytes_per_sample - rate) <= 1
 
 
 def test_resampled_audio_does_not_depend_on_how_it_came() -> None:
     tone = (0.5 * np.sin(np.arange(24_000) * 0.05)).astype("<f4")
     whole, parts = Encoder("s16le", 16000), Encoder("s16le", 16000)
-    once = whole.push(tone.tobytes()) + whole.end_clause()
-    cut = b"".join(parts.push(part.tobytes()) for part in np.array_split(tone, 13)) + parts.end_clause()
+    once = whole.push(tone.tobytes()) + whole.drain()
+    cut = b"".join(parts.push(part.tobytes()) for part in np.array_split(tone, 13)) + parts.drain()
     assert once == cut
 
 
 def test_resampling_keeps_the_pitch() -> None:
     tone = np.sin(2 * np.pi * 440 * np.arange(24_000) / 24_000).astype("<f4")
     encoder = Encoder("f32le", 8000)
-    out = np.frombuffer(encoder.push(tone.tobytes()) + encoder.end_clause(), dtype="<f4")
+    out = np.frombuffer(encoder.push(tone.tobytes()) + encoder.drain(), dtype="<f4")
     peak = np.abs(np.fft.rfft(out)).argmax() * 8000 / len(out)
     assert abs(peak - 440) < 2

@@ -12,11 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import messages as engine
+from engine.config import KeyConfig
 from gateway import wire
+from gateway.admission import Account, Bucket, Caller
 from gateway.context import Lease
 from gateway.errors import FINAL_CODES, RETRY_CODES, EngineUnavailable
 from gateway.metrics import Metrics
 from gateway.protocol import Deliver, ProtocolLimits, SpeechProtocol
+from gateway.quarantine import Quarantine
+from gateway.spans import no_spans
+from gateway.voices import Room
 from tests.gateway.raw_client import TERMINAL, check_promises
 
 SECOND = array.array("f", [0.25] * 24_000).tobytes()
@@ -30,6 +35,8 @@ class FakePort:
         self.ready: engine.Ready | None = engine.Ready(model="fake", voices=voices, sample_rate=24_000, lanes=4)
         self.posted: list[engine.ToEngine] = []
         self.routes: dict[Lease, Deliver] = {}
+        self.quarantine = Quarantine(lambda: 0.0)
+        self.room = Room()
         self._numbers = itertools.count(1)
 
     def lease(self, deliver: Deliver) -> Lease:
@@ -46,18 +53,34 @@ class FakePort:
         self.routes.pop(lease, None)
 
 
+def caller(**rights: Any) -> Caller:
+    """Somebody whose key has these limits."""
+    key = KeyConfig(sha256="0" * 64, **rights)
+    account = Account(
+        text=Bucket(key.text_minute, 100.0),
+        handshakes=Bucket(0, 100.0),
+        max_sockets=key.sockets,
+        max_contexts=key.contexts,
+    )
+    return Caller("somebody", key, (account,), lambda: 100.0)
+
+
 class Bench:
     """One protocol on the bench."""
 
-    def __init__(self, **limits: int) -> None:
+    def __init__(self, quota: Caller | None = None, **limits: int) -> None:
         self.now = 100.0
         self.port = FakePort()
+        self.metrics = Metrics()
+        self.caller = quota or caller()
         self.log: list[dict[str, Any]] = []
         self.protocol = SpeechProtocol(
             session="s",
             port=self.port,
             limits=ProtocolLimits(**limits),
-            metrics=Metrics(),
+            quota=self.caller,
+            metrics=self.metrics,
+            tracer=no_spans,
             clock=lambda: self.now,
             seeds=random.Random(5),
         )
@@ -282,10 +305,9 @@ def test_without_an_engine_an_open_is_refused_for_now() -> None:
     assert error["after_ms"] > 0
 
 
-def test_refused_speed_and_uploads_say_so() -> None:
+def test_a_speed_that_cannot_be_had_is_refused_plainly() -> None:
     bench = Bench()
     assert bench.say("open", c="a", speed=1.5)[0]["code"] == "unsupported"
-    assert bench.say("voice_put", v="x", n=0, d=b"")[0]["code"] == "unsupported"
     bench.open("b", speed=1.0)
     assert bench.log[-1]["t"] == "opened"
 
@@ -301,7 +323,7 @@ def test_an_engine_error_with_the_users_words_does_not_pass_them_on() -> None:
 def test_draining_refuses_new_contexts_and_finishes_open_ones() -> None:
     bench = Bench()
     lease = bench.open()
-    bench.protocol.drain(5_000)
+    bench.protocol.drain(5_000, "shutdown")
     assert bench.read() == [{"t": "goaway", "deadline_ms": 5_000, "why": "shutdown"}]
     assert bench.say("open", c="b")[0]["code"] == "draining"
     assert not bench.protocol.is_idle
@@ -409,7 +431,9 @@ def test_the_wire_limits_told_are_the_ones_that_hold() -> None:
             session="s",
             port=bench.port,
             limits=ProtocolLimits(contexts=3, text_bytes=500),
+            quota=caller(),
             metrics=Metrics(),
+            tracer=no_spans,
             clock=lambda: 0.0,
             seeds=random.Random(0),
         ).to_send()

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 from urllib.error import HTTPError
 
@@ -13,6 +14,8 @@ import pytest
 from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
+from engine.config import GatewayConfig, KeyConfig
+from gateway.admission import digest
 from gateway.errors import ConfigError
 from gateway.server import check_exposure
 from tests.gateway.conftest import Stack, StackMaker
@@ -85,9 +88,18 @@ async def test_metrics_count_what_happened(stack: Stack) -> None:
         await client.speak("a", SENTENCE)
         await client.speak("b", SENTENCE, voice="nobody")
     text = (await get(stack.address + "metrics"))[2].decode()
-    for line in ("rill_contexts_done_total 1", 'rill_errors_total{code="unknown_voice"} 1', "rill_engine_up 1"):
+    for line in (
+        'rill_contexts_ended_total{by="done"} 1.0',
+        'rill_refusals_total{code="unknown_voice"} 1.0',
+        "rill_engine_up 1.0",
+        "rill_engine_lanes_used 0.0",
+        "rill_first_audio_seconds_count 1.0",
+        "rill_queue_seconds_count 1.0",
+        "rill_underruns_total 0.0",
+    ):
         assert line in text.splitlines()
-    assert "rill_engine_lanes_used 0" in text
+    for name in ("gap", "lead", "cancel_ack", "engine_abort", "loop_lag"):
+        assert f"rill_{name}_seconds_count" in text
 
 
 def speech(address: str) -> str:
@@ -172,11 +184,13 @@ async def test_an_idle_connection_is_closed_with_its_own_code(make_stack: StackM
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.4", "rill.example"])
 def test_hosts_that_others_can_reach_need_a_word_from_the_operator(host: str) -> None:
+    config = GatewayConfig(host=host)
     with pytest.raises(ConfigError, match="--without-keys"):
-        check_exposure(host, without_keys=False)
-    check_exposure(host, without_keys=True)
+        check_exposure(config, without_keys=False)
+    check_exposure(config, without_keys=True)
+    check_exposure(replace(config, keys={"a": KeyConfig(sha256=digest("k"))}), without_keys=False)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.8.9.1"])
 def test_loopback_needs_none(host: str) -> None:
-    check_exposure(host, without_keys=False)
+    check_exposure(GatewayConfig(host=host), without_keys=False)

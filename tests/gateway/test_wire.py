@@ -92,6 +92,9 @@ MESSAGES: list[wire.ClientMessage] = [
     wire.Credit(c="a", ms=1000),
     wire.Voices(),
     wire.Ping(x=4),
+    wire.VoicePut(v="up", n=0, d=b"RIFF", name="Mia", transcript="Größe 3,5", lang="de"),
+    wire.VoicePut(v="up", n=1, d=b"", last=True),
+    wire.VoiceDrop(voice="0123456789ab"),
 ]
 
 
@@ -118,6 +121,8 @@ SERVER_MESSAGES: list[wire.ServerMessage] = [
     wire.Cancelled(c="a", samples=10, ms=0.4, text_upto=5),
     wire.Error(c="a", code="quota", msg="later", retry=True, after_ms=100, samples=0),
     wire.Error(code="bad_message", msg="no", retry=False),
+    wire.Error(v="up", code="bad_voice", msg="8000 Hz", retry=False),
+    wire.VoiceKept(v="up", voice="0123456789ab", name="Mia", ms=5000),
     wire.VoiceList(list=(wire.Voice(id="a", name="A"),)),
     wire.GoAway(deadline_ms=5000, why="shutdown"),
     wire.Pong(x="here"),
@@ -155,6 +160,12 @@ WRONG = {
     "fmt is a string": {"t": "open", "c": "a", "fmt": "s16le"},
     "temperature is out of range": {"t": "open", "c": "a", "sampling": {"temperature": 99}},
     "credit is negative": {"t": "credit", "c": "a", "ms": -5},
+    "voice_put has text for audio": {"t": "voice_put", "v": "a", "n": 1, "d": "RIFF"},
+    "voice_put has no upload": {"t": "voice_put", "n": 1, "d": b""},
+    "voice_put begins without a name": {"t": "voice_put", "v": "a", "n": 0, "d": b"", "transcript": "Hi."},
+    "voice_put begins without a transcript": {"t": "voice_put", "v": "a", "n": 0, "d": b"", "name": "Mia"},
+    "voice_put's last is a number": {"t": "voice_put", "v": "a", "n": 1, "d": b"", "last": 1},
+    "voice_drop names nothing": {"t": "voice_drop"},
     "ping carries a map": {"t": "ping", "x": {}},
 }
 

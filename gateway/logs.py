@@ -1,0 +1,50 @@
+"""Log lines with fields, as text or as JSON. Fields are ids, codes and sizes: no text, no audio, no key."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from typing import Final
+
+TEXT: Final = "text"
+
+
+def event(logger: logging.Logger, words: str, *, level: int = logging.INFO, **fields: str | float | None) -> None:
+    """One line: what happened, and to whom."""
+    logger.log(level, words, extra={"fields": fields})
+
+
+def set_up(style: str) -> None:
+    """All of this process's log to the standard error. websockets logs frames, so only its worst is let through."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(TextLines() if style == TEXT else JsonLines())
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    logging.getLogger("websockets").setLevel(logging.CRITICAL)
+
+
+class TextLines(logging.Formatter):
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s gateway %(levelname)s %(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        return " ".join([super().format(record), *(f"{name}={value}" for name, value in fields_of(record).items())])
+
+
+class JsonLines(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, object] = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "event": record.getMessage(),
+            **fields_of(record),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def fields_of(record: logging.LogRecord) -> dict[str, str | float]:
+    given: dict[str, str | float | None] = record.__dict__.get("fields", {})
+    return {name: value for name, value in given.items() if value is not None}
