@@ -104,7 +104,9 @@ def loads(point: Point, url: str, writer: Writer, ratio: float, voices: Sequence
     chance = random.Random(point.seed)
     match point.kind:
         case "closed":
-            spans = 5.0 if point.listens else 0.0  # so that listeners don't all ask at the same moment for ever
+            spans = (
+                min(5.0, point.seconds / 3) if point.listens else 0.0
+            )  # so that listeners don't all ask at the same moment for ever
             offsets = [spans * i / point.streams for i in range(point.streams)]
         case "burst":
             offsets = [0.0] * point.streams

@@ -16,7 +16,7 @@ import json
 import sys
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
@@ -124,15 +124,16 @@ class Answer:
 class Line:
     """One connection; any number of answers may be on their way."""
 
-    def __init__(self, socket: ClientConnection) -> None:
+    def __init__(self, socket: ClientConnection, clock: Callable[[], float]) -> None:
         self.num_stray = 0
         self.answers: dict[str, Answer] = {}
+        self._clock = clock
         self._socket = socket
         self._ids = itertools.count()
         self._reader = asyncio.create_task(self._read(), name="line")
 
     @classmethod
-    async def open(cls, url: str) -> tuple[Line, wire.Ready]:
+    async def open(cls, url: str, *, clock: Callable[[], float] = time.monotonic) -> tuple[Line, wire.Ready]:
         """Raises OSError or WebSocketException."""
         socket = await connect(
             url,
@@ -147,7 +148,7 @@ class Line:
         ready = wire.read(await socket.recv(decode=False))
         if not isinstance(ready, wire.Ready):
             raise WebSocketException(f"{url} does not speak {wire.SUBPROTOCOL}")
-        return cls(socket), ready
+        return cls(socket, clock), ready
 
     async def ask(self, request: Request, due_s: float, *, pace: str = "none", patience_s: float = 60.0) -> Answer:
         """The whole answer, or what there was of it when patience or the connection ended."""
@@ -161,10 +162,10 @@ class Line:
                     await self._cut_in(c, request.cut, answer)
                 await answer.is_over.wait()
         except TimeoutError:
-            answer.finish("silent", time.monotonic())
+            answer.finish("silent", self._clock())
             await self._cancel(c)
         except ConnectionClosed:
-            answer.finish("disconnected", time.monotonic())
+            answer.finish("disconnected", self._clock())
         return answer
 
     async def _cut_in(self, c: str, cut: float, answer: Answer) -> None:
@@ -172,7 +173,7 @@ class Line:
             async with asyncio.timeout(BEFORE_AUDIO_S if cut == 0 else None):
                 await answer.is_cut_due.wait()
         if not answer.is_over.is_set():
-            answer.trace.cancel_s = time.monotonic()
+            answer.trace.cancel_s = self._clock()
             await self._cancel(c)
 
     async def _cancel(self, c: str) -> None:
@@ -183,10 +184,10 @@ class Line:
         try:
             while True:
                 data = await self._socket.recv(decode=False)
-                self._take(msgpack.unpackb(data), time.monotonic())
+                self._take(msgpack.unpackb(data), self._clock())
         except ConnectionClosed:
             for answer in self.answers.values():
-                answer.finish("disconnected", time.monotonic())
+                answer.finish("disconnected", self._clock())
 
     def _take(self, table: dict[str, Any], now: float) -> None:
         c = table.get("c", "")
