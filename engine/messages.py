@@ -230,6 +230,11 @@ class Gauges:
     voice_pages: int = 0
     steps: int = 0
     step_ms: float = 0.0
+    talker_s: float = 0.0  # the device's time in all since the start, by stage, as its launches were measured
+    flow_s: float = 0.0
+    hift_s: float = 0.0
+    host_s: float = 0.0  # the device thread's own time, in which it neither slept nor waited for the device
+    cache_bytes: int = 0  # of the pages in use, the voices' too
 
 
 ToEngine = Open | Clause | End | Cancel | Credit | VoicePut | VoiceDrop
