@@ -297,8 +297,7 @@ class Runner:
         try:
             state = segment.flow = segment.flow or self.prefixes.row(segment.utterance.voice)
             if row.is_new_hop and not state.is_staged:
-                new = torch.tensor(segment.tokens[segment.num_fed : row.upto], dtype=torch.int64)
-                flow.begin(state, new.to(self.models.device), row.is_final)
+                flow.begin(state, segment.tokens[segment.num_fed : row.upto], row.is_final)
                 segment.num_fed = row.upto
             if state.is_staged:
                 self.prefixes.make_room(lambda: flow.reserve(state, store))
@@ -324,11 +323,9 @@ class Runner:
 
     def _solve_whole(self, row: FlowStep, segment: Segment, done: Launched) -> None:
         """Full response: bidirectional attention over all tokens."""
-        device, voice = self.models.device, self.prefixes.whole(segment.utterance.voice)
-        tokens = torch.tensor([segment.tokens], device=device)
-        prompt = (voice.tokens[None], voice.mel[None], voice.embedding[None])
+        voice = self.prefixes.whole(segment.utterance.voice)
         try:
-            mel = self.models.flow.offline(tokens, *prompt, streaming=False, finalize=True)[0]
+            (mel,) = self.models.flow.offline_all([(voice, segment.tokens)])
         except FlowError as error:
             done.faults.append((row.lane, TextTooLong(str(error))))
             return
@@ -424,9 +421,9 @@ class Prefixes:
     def _on_device(self, voice: Voice) -> tuple[FlowVoice, FlowVoice]:
         if voice.id not in self._voices:
             device, left_out = self.flow.device, len(voice.tokens) - self.prompt_tokens(voice)
-            tokens, mel, embedding = (x.to(device) for x in (voice.tokens, voice.mel, voice.embedding))
-            trimmed = FlowVoice(tokens[left_out:], mel[FRAMES_PER_TOKEN * left_out :], embedding)
-            self._voices[voice.id] = FlowVoice(tokens, mel, embedding), trimmed
+            mel, embedding = (x.to(device) for x in (voice.mel, voice.embedding))
+            trimmed = FlowVoice(voice.tokens[left_out:], mel[FRAMES_PER_TOKEN * left_out :], embedding)
+            self._voices[voice.id] = FlowVoice(voice.tokens, mel, embedding), trimmed
             if len(self._voices) > MAX_VOICES:
                 self._voices.popitem(last=False)
         self._voices.move_to_end(voice.id)

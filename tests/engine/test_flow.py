@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import engine.flow as flow_module
+import engine.attention as attention
 from engine.cache import OutOfPages
 from engine.flow import Flow, FlowPrefix, FlowRow, FlowShape, FlowStore, FlowVoice, TooManyFrames
 from engine.noise import flow_noise
@@ -187,9 +187,9 @@ def make_store(num_pages: int = 64) -> FlowStore:
 
 
 @torch.inference_mode()
-def offline(flow: Flow, voice: FlowVoice, tokens: Tensor) -> Tensor:
+def offline(flow: Flow, voice: FlowVoice, tokens: Tensor, *, streaming: bool = True) -> Tensor:
     prompt = (voice.tokens[None], voice.mel[None], voice.embedding[None])
-    return flow.offline(tokens[None], *prompt, streaming=True, finalize=True)[0]
+    return flow.offline(tokens[None], *prompt, streaming=streaming, finalize=True)[0]
 
 
 def cut(total: int, seed: int) -> list[int]:
@@ -252,7 +252,7 @@ def test_shared_prefix_gives_the_same_mel_and_is_not_solved_again(small: Flow, p
 def test_neighbours_that_join_and_leave_change_nothing(
     small: Flow, monkeypatch: pytest.MonkeyPatch, is_padded: bool
 ) -> None:
-    monkeypatch.setattr(flow_module, "gathers_padded", lambda device: is_padded)
+    monkeypatch.setattr(attention, "gathers", lambda device: is_padded)
     voices = [make_voice(prompt, prompt) for prompt in (37, 5, 80, 0)]
     streams = [make_tokens(count, count) for count in (60, 83, 9, 31)]
     store, prefixes = make_store(), list[FlowPrefix | None]([None] * 4)
@@ -287,6 +287,60 @@ def feed(flow: Flow, row: FlowRow, tokens: Tensor, sent: list[int], i: int) -> b
         sent[i] += len(part)
         flow.begin(row, part, is_final=sent[i] == len(tokens))
     return row.is_staged
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_whole_rows_laid_end_to_end_equal_each_alone(small: Flow, count: int) -> None:
+    sizes = [(37, 60), (0, 5), (80, 1)][:count]
+    requests = [(make_voice(prompt, prompt), make_tokens(tokens, tokens)) for prompt, tokens in sizes]
+    mels = small.offline_all([(voice, tokens.tolist()) for voice, tokens in requests])
+    for mel, (voice, tokens) in zip(mels, requests, strict=True):
+        assert error(mel, offline(small, voice, tokens, streaming=False)) < EXACT
+
+
+def test_too_long_a_whole_row_is_refused(small: Flow) -> None:
+    with pytest.raises(TooManyFrames, match="15002"):
+        small.offline_all([(make_voice(10, 1), [1] * 7491)])
+
+
+def test_a_prompt_solved_among_others_serves_as_prefix(small: Flow) -> None:
+    store, voice, tokens = make_store(), make_voice(60, 4), make_tokens(30, 4)
+    asked, other = small.row(voice), small.row(make_voice(30, 6))
+    small.begin(asked, (), is_final=False)
+    small.begin(other, make_tokens(8, 6), is_final=True)
+    for _ in range(SMALL.steps):
+        small.step([other, asked], store)
+    small.finish(asked)
+    row = small.row(voice, store, small.prefix(asked, store))
+    assert store.lanes.num_used == 1
+    mel = torch.cat(stream(small, row, store, tokens, [30]), dim=1)
+    assert error(mel, offline(small, voice, tokens)) < EXACT
+
+
+def test_a_value_that_is_not_finite_marks_its_own_row_alone(small: Flow) -> None:
+    store, (good, bad) = make_store(), (make_voice(30, seed) for seed in (1, 2))
+    bad.embedding[3] = torch.inf
+    rows = [small.row(voice) for voice in (good, bad)]
+    for row in rows:
+        small.begin(row, make_tokens(30, 1), is_final=True)
+    for _ in range(SMALL.steps):
+        small.step(rows, store)
+    assert [bool(fault == 0) for fault in small.faults(rows, store)] == [True, False]
+    assert error(small.finish(rows[0]), offline(small, good, make_tokens(30, 1))) < EXACT
+
+
+def test_lanes_are_given_back_and_too_few_leave_the_row_as_it_was(small: Flow) -> None:
+    store = FlowStore(SMALL, 8, dtype=torch.float64, lanes=1)
+    first, second = (small.row(make_voice(30, seed)) for seed in (1, 2))
+    for row in (first, second):
+        small.begin(row, make_tokens(30, 1), is_final=True)
+    small.step([first], store)
+    with pytest.raises(OutOfPages):
+        small.step([second], store)
+    first.close(store)
+    assert error(solve(small, second, store), offline(small, second.voice, make_tokens(30, 1))) < EXACT
+    second.close(store)
+    assert store.lanes.num_used == store.pool.num_used == 0
 
 
 def test_a_mel_of_other_length_than_the_prompt_moves_the_start(small: Flow) -> None:

@@ -1,0 +1,236 @@
+"""Attention of the flow: dense under a mask, over the pages of packed chunks, and over whole rows laid end to end.
+
+Letters as in flow.py: U units (a unit is one chunk of one row with both guidance branches), w frames of a unit, W of a
+page, H heads, E channels per head, P pages of a table, F frames of all rows laid end to end.
+
+Only head 0 carries a position. Every query of a chunk sees the same keys, pages 0..own, so there is no mask, only
+lengths. The twins here, in plain torch, are what a CPU runs and what the kernels are tested against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v [B, T, H, E] -> [B, T, H*E]
+AttendLayer = Callable[[int, Tensor], Tensor]  # layer, qkv [..., 3, H, E] -> [..., H*E]
+Columns = npt.NDArray[np.int64]
+
+
+def dense_attend(mask: Tensor | None) -> Attend:
+    """mask bool [B or 1, 1 or T, T], True = may attend."""
+    spread = None if mask is None else mask[:, None]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=spread).transpose(1, 2).flatten(2)
+
+    return attend
+
+
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [..., E] with its neighbouring pairs turned by cos, sin [..., E/2]."""
+    a, b = x.to(cos.dtype).unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2).to(x.dtype)
+
+
+def rotate_head0(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [B, T, H, E] with head 0 turned by cos, sin [B or 1, T, E/2]; the other heads carry no position."""
+    return torch.cat((rotate_pairs(x[:, :, :1], cos[:, :, None], sin[:, :, None]), x[:, :, 1:]), dim=2)
+
+
+def rotate_head0_(qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Turns head 0 of q and k where they lie. qkv [..., 3, H, E]; cos, sin [..., E/2]."""
+    first = qkv[..., :2, 0, :]
+    first.copy_(rotate_pairs(first, cos[..., None, :], sin[..., None, :]))
+
+
+# --- units and their pages ---
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Unit:
+    """One chunk of one row in a packed call."""
+
+    lane: int
+    step: int
+    start: int  # absolute frame
+    frames: int  # real ones; the rest of the width is padding
+    pages: list[int]  # pages 0..own
+    fresh: int  # units of the same row right before it in this call
+    is_last: bool  # of its row in this call
+
+    @property
+    def keys(self) -> int:
+        return self.start + self.frames
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Units:
+    """The index tables of one packed call: int64 views of one tensor [COLUMNS + P, U], column u for unit u."""
+
+    COLUMNS = 7
+
+    steps: Tensor  # [U]
+    pages: Tensor  # own
+    starts: Tensor  # absolute frame
+    frames: Tensor  # real ones
+    lanes: Tensor  # whose convolution tails stand before it
+    keeps: Tensor  # whose tails it leaves: its row's if it is the last one, else nobody's
+    fresh: Tensor  # units of the same row right before it
+    table: Tensor  # [P, U], pages 0..own; missing places repeat page 0
+    width: int  # frames computed of each
+
+    @classmethod
+    def of(cls, table: Tensor, width: int) -> Units:
+        return cls(*table[: cls.COLUMNS], table=table[cls.COLUMNS :], width=width)
+
+    @property
+    def count(self) -> int:
+        return self.steps.shape[0]
+
+    def positions(self) -> Tensor:
+        """Absolute frames, [U, w]."""
+        return self.starts[:, None] + torch.arange(self.width, device=self.starts.device)
+
+
+def unit_columns(units: list[Unit], nobody: Unit, num_units: int, num_pages: int) -> Columns:
+    """The tables of Units on the host, [COLUMNS + num_pages, num_units], filled up with units of nobody."""
+    columns = np.empty((Units.COLUMNS + num_pages, num_units), dtype=np.int64)
+    for place, unit in enumerate(units):
+        keeps = unit.lane if unit.is_last else nobody.lane
+        own, first = unit.pages[-1], unit.pages[0]
+        head = [unit.step, own, unit.start, unit.frames, unit.lane, keeps, unit.fresh]
+        columns[:, place] = head + unit.pages + [first] * (num_pages - len(unit.pages))
+    if len(units) < num_units:
+        columns[:, len(units) :] = unit_columns([nobody], nobody, 1, num_pages)
+    return columns
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Angles:
+    """Of the rotary turn at all positions, [frames, E/2], float32 at least."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions [...] -> cos, sin [..., E/2]."""
+        return self.cos[positions], self.sin[positions]
+
+    def of(self, units: Units) -> tuple[Tensor, Tensor]:
+        """cos, sin [U, 1, w, E/2] of units' frames."""
+        return self.at(units.positions()[:, None])
+
+
+def write_pages(data: Tensor, k_and_v: Tensor, units: Units) -> None:
+    """k_and_v [U, 2, w, 2, H, E] into the units' own pages of data [S, 2, 2 (k, v), pages, W, H, E]."""
+    data[units.steps, :, :, units.pages, : units.width] = k_and_v.permute(0, 1, 3, 2, 4, 5).to(data.dtype)
+
+
+class EachPaged:
+    """Unit by unit, neighbouring pages as a view: for the CPU, where padding is work and a launch is cheap."""
+
+    def __init__(self, data: Tensor, units: Units, listed: list[Unit], angles: Angles) -> None:
+        self.data, self.units, self.listed = data, units, listed
+        self.turns = angles.of(units)
+
+    def __call__(self, layer: int, qkv: Tensor) -> Tensor:
+        data = self.data[:, :, layer]  # [S, 2, 2 (k, v), pages, W, H, E]
+        rotate_head0_(qkv, *self.turns)
+        write_pages(data, qkv[..., 1:, :, :], self.units)
+        out = [self._attend(data[unit.step], unit, q) for unit, q in zip(self.listed, qkv[..., 0, :, :], strict=True)]
+        return out[0][None] if len(out) == 1 else torch.stack(out)
+
+    def _attend(self, data: Tensor, unit: Unit, q: Tensor) -> Tensor:
+        """q [2, w, H, E] -> [2, w, H*E]."""
+        past = self._pages_of(data, unit.pages).flatten(2, 3)[:, :, : unit.keys].to(q.dtype)
+        k, v = past.transpose(2, 3).unbind(1)
+        return F.scaled_dot_product_attention(q.transpose(1, 2), k, v).transpose(1, 2).flatten(2)
+
+    def _pages_of(self, data: Tensor, pages: list[int]) -> Tensor:
+        """Out of data [2, kv, pages, W, H, E]."""
+        if pages == list(range(pages[0], pages[0] + len(pages))):
+            return data[:, :, pages[0] : pages[0] + len(pages)]
+        return data.index_select(2, torch.tensor(pages, device=data.device))
+
+
+class GatheredPaged:
+    """All units in one padded call of torch's own attention: few launches, but the keys are copied first.
+
+    Units must be whole pages wide: what lies behind the mask has to be written, since 0 * NaN is NaN.
+    """
+
+    def __init__(self, data: Tensor, units: Units, angles: Angles) -> None:
+        assert units.width == data.shape[5], f"units of {units.width} frames, pages of {data.shape[5]}"
+        self.data, self.units, self.angles = data, units, angles
+
+    def __call__(self, layer: int, qkv: Tensor) -> Tensor:
+        units, data = self.units, self.data[:, :, layer]
+        rotate_head0_(qkv, *self.angles.of(units))
+        write_pages(data, qkv[..., 1:, :, :], units)
+        k, v = (self._gathered(data[:, :, kv]).to(qkv.dtype) for kv in (0, 1))
+        keys = torch.arange(k.shape[2], device=data.device)
+        mask = (keys < (units.starts + units.frames)[:, None]).repeat_interleave(2, dim=0)[:, None, None]
+        q = qkv[..., 0, :, :].flatten(0, 1).transpose(1, 2)  # [U*2, H, W, E]
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return out.transpose(1, 2).flatten(2).unflatten(0, (-1, 2))
+
+    def _gathered(self, data: Tensor) -> Tensor:
+        """Out of data [S, 2, pages, W, H, E]: [U*2, H, P*W, E]."""
+        branch = torch.arange(2, device=data.device)[:, None]
+        pages = data[self.units.steps[:, None, None], branch, self.units.table.T[:, None]]  # [U, 2, P, W, H, E]
+        return pages.flatten(2, 3).flatten(0, 1).transpose(1, 2)
+
+
+def paged(data: Tensor, units: Units, listed: list[Unit], angles: Angles) -> AttendLayer:
+    """Torch's own attention as suits the device. The result takes qkv [U, 2, w, 3, H, E], overwrites it, writes the
+    units' own pages of data [S, 2, depth, 2 (k, v), pages, W, H, E] and gives [U, 2, w, H*E]."""
+    if gathers(data.device):
+        return GatheredPaged(data, units, angles)
+    return EachPaged(data, units, listed, angles)
+
+
+def paged_width(listed: list[Unit], page_frames: int, device: torch.device) -> int:
+    """Frames to compute of each unit: a last chunk that is alone needs no padding where padding is work."""
+    return listed[0].frames if len(listed) == 1 and not gathers(device) else page_frames
+
+
+def gathers(device: torch.device) -> bool:
+    """Whether units share one padded call: few launches on an accelerator, wasted work on a CPU."""
+    return device.type != "cpu"
+
+
+# --- rows laid end to end ---
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ends:
+    """Where rows laid end to end begin and end."""
+
+    lengths: list[int]
+    starts: Tensor  # int32 [rows + 1], cumulated lengths
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+
+class AttendRows(Protocol):
+    """q, k, v [F, H, E], each frame to all frames of its own row -> [F, H, E]."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, ends: Ends) -> Tensor: ...
+
+
+def attend_rows(q: Tensor, k: Tensor, v: Tensor, ends: Ends) -> Tensor:
+    """Row by row with torch's own attention: the twin of all the others."""
+    parts = zip(*(x.split(ends.lengths) for x in (q, k, v)), strict=True)
+    out = [F.scaled_dot_product_attention(*(x.transpose(0, 1) for x in part)).transpose(0, 1) for part in parts]
+    return torch.cat(out)
