@@ -59,6 +59,7 @@ FAR_GATE: Final[dict[str, Any]] = {  # a bench is one address with hundreds of l
     "address_handshakes_minute": 1_000_000,
     "address_text_minute": 1 << 40,
 }
+QUICK_GAUGES: Final[dict[str, Any]] = {"gauges_ms": 200}
 BASELINES: Final[dict[str, dict[str, Any]]] = {
     "prefix recomputed": {"flow_cache": False},
     "one at a time": {"lanes": 1, "waiting": 4_096, "waiting_ms": 600_000},
@@ -74,7 +75,9 @@ class BenchError(GatewayError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One load. tokens: speech tokens of each text; 0: the spread of Seed-TTS EN. cancels: share that is cut."""
+    """One load. voices: hot, cold, pooled or the name of one. tokens: speech tokens of each text; 0: the spread of
+    Seed-TTS EN. cancels: share that is cut. listens: audio is taken as a player plays it; a closed loop waits for that.
+    """
 
     kind: str = "closed"
     streams: int = 1
@@ -291,10 +294,11 @@ class Watch:
             await process.wait()
 
     def gauges(self, begin_s: float, end_s: float) -> dict[str, dict[str, float]]:
-        """For each gauge its largest value and mean, and by how much it grew."""
-        inside = [found for at_s, found in self.readings if begin_s <= at_s <= end_s + GAUGES_S]
-        names = inside[-1].keys() if inside else ()
-        return {name: _summary([found.get(name, 0.0) for found in inside]) for name in names}
+        """For each gauge its largest value and mean, and by how much it grew in a second."""
+        inside = [(at_s, found) for at_s, found in self.readings if begin_s <= at_s <= end_s + GAUGES_S]
+        names = inside[-1][1].keys() if inside else ()
+        span_s = inside[-1][0] - inside[0][0] if inside else 0.0
+        return {name: _summary([found.get(name, 0.0) for _, found in inside], span_s) for name in names}
 
     def gpu(self, begin_s: float, end_s: float) -> dict[str, float] | None:
         inside = [(busy, memory) for at_s, busy, memory in self.gpu_readings if begin_s <= at_s <= end_s]
@@ -304,11 +308,11 @@ class Watch:
         return {"busy": round(sum(busy) / len(busy), 1), "memory_mib": max(memory)}
 
 
-def _summary(values: Sequence[float]) -> dict[str, float]:
+def _summary(values: Sequence[float], span_s: float) -> dict[str, float]:
     return {
         "max": round(max(values), 3),
         "mean": round(sum(values) / len(values), 3),
-        "change": round(values[-1] - values[0], 3),
+        "per_s": round((values[-1] - values[0]) / span_s, 4) if span_s else 0.0,
     }
 
 
@@ -378,12 +382,13 @@ class Bench:
             self.voices = [voice.id for voice in ready.voices]
 
     async def _voices_for(self, point: Point) -> list[str]:
-        if point.voices == "hot":
-            if self.voices[0] not in self._used:
-                await self.say(Point(tokens=point.tokens))
-            return self.voices[:1]
         if point.voices == "pooled":
             return self.voices[: point.pool]
+        if point.voices != "cold":
+            voice = next(voice_order(point.voices, self.voices, point.seed))
+            if voice not in self._used:
+                await self.say(Point(voices=voice))
+            return [voice]
         unused = [voice for voice in self.voices if voice not in self._used]
         if len(unused) < point.streams:
             raise BenchError(f"{point.name} needs {point.streams} voices not used yet, {len(unused)} are left")
@@ -409,12 +414,12 @@ class Bench:
 # ---- profiles
 
 
-def altered(profile: Path, folder: Path, changes: dict[str, dict[str, Any]], name: str = "bench") -> Path:
-    """A copy of a profile in `folder` with some keys changed, table by table."""
+def altered(profile: Path, folder: Path, engine: dict[str, Any], model: dict[str, Any] | None = None) -> Path:
+    """A copy of a profile in `folder` that lets a bench in, with some keys of its tables changed."""
     tables = tomllib.loads(profile.read_text(encoding="utf-8"))
-    for table, values in changes.items():
+    for table, values in {"gateway": FAR_GATE, "engine": QUICK_GAUGES | engine, "model": model or {}}.items():
         tables.setdefault(table, {}).update(values)
-    path = folder / f"{name}.toml"
+    path = folder / "bench.toml"
     path.write_text("".join(_toml(title, table) for title, table in tables.items()), encoding="utf-8")
     profiles.load(path)  # a wrong key is named here, not by a child
     return path
@@ -444,7 +449,9 @@ def add_arguments(parser: argparse.ArgumentParser, default_profile: Path) -> Non
     parser.add_argument("--burst", type=_numbers, default=(), help="so many requests at the same moment")
     parser.add_argument("--rate", type=float, nargs="+", default=(), help="requests a second, at random moments")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each point; default 20")
-    parser.add_argument("--voices", type=_words, default=("hot",), help="hot, cold, pooled, or some of them by commas")
+    parser.add_argument(
+        "--voices", type=_words, default=("hot",), help="hot, cold, pooled or a name, by commas; default hot"
+    )
     parser.add_argument("--pool", type=int, default=32, help="voices of a pool; default 32")
     parser.add_argument("--tokens", type=int, default=0, help="speech tokens of each text; default: as Seed-TTS EN")
     parser.add_argument("--ratio", type=float, default=6.0, help="speech tokens for each text token; default 6")
@@ -512,7 +519,7 @@ async def _server(
     if options.url is not None:
         yield options.url
         return
-    async with serve(altered(options.config, folder, {"gateway": FAR_GATE, "engine": changes})) as url:
+    async with serve(altered(options.config, folder, changes)) as url:
         yield url
 
 

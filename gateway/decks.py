@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Final
 
+from gateway.errors import GatewayError
+
 MEDIAN_TOKENS: Final = 118
 SIGMA: Final = 0.26  # of the logarithm
 SENTENCE_LETTERS: Final = 170  # the gateway cuts a longer one wherever there is a space
@@ -26,6 +28,10 @@ _VOCABULARY: Final = (
     "never often always there here home away back down up out"
 )
 WORDS: Final = tuple(_VOCABULARY.split())
+
+
+class NoSuchVoice(GatewayError):
+    """The server has no voice of that name."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -107,7 +113,7 @@ def deck(
 
 
 def voice_order(kind: str, voices: Sequence[str], seed: int) -> Iterator[str]:
-    """hot: the first one again and again; cold: each once; pooled: any of them, each time."""
+    """hot: the first one again and again; cold: each once; pooled: any of them, each time; or one of them by name."""
     match kind:
         case "hot":
             return itertools.repeat(voices[0])
@@ -116,5 +122,7 @@ def voice_order(kind: str, voices: Sequence[str], seed: int) -> Iterator[str]:
         case "pooled":
             chance = random.Random(seed)
             return iter(lambda: chance.choice(voices), None)
+        case _ if kind in voices:
+            return itertools.repeat(kind)
         case _:
-            raise ValueError(f"voices are hot, cold or pooled, not {kind!r}")
+            raise NoSuchVoice(f"voices are hot, cold, pooled or one of {len(voices)} that are there, not {kind!r}")

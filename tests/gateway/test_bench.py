@@ -17,7 +17,7 @@ from engine.config import ConfigError, load
 from gateway import bench, cli, figures
 from gateway.bench import Bench, BenchError, Point
 from gateway.client import speech_url
-from gateway.decks import Request, Writer, deck, spread, voice_order
+from gateway.decks import NoSuchVoice, Request, Writer, deck, spread, voice_order
 from gateway.figures import RATE_HZ, Figures, Trace, deliveries, gaps_s, percentile, played_out_s, underrun_s
 from gateway.listeners import Answer, Line
 from tests.gateway.conftest import Stack, StackMaker
@@ -158,7 +158,8 @@ def test_cold_voices_come_once_and_hot_ones_again() -> None:
     assert list(voice_order("cold", ["a", "b"], 0)) == ["a", "b"]
     hot = voice_order("hot", ["a", "b"], 0)
     assert [next(hot), next(hot), next(hot)] == ["a", "a", "a"]
-    with pytest.raises(ValueError, match="lukewarm"):
+    assert next(voice_order("b", ["a", "b"], 0)) == "b"
+    with pytest.raises(NoSuchVoice, match="lukewarm"):
         voice_order("lukewarm", ["a"], 0)
 
 
@@ -211,10 +212,11 @@ def test_points_follow_from_the_options() -> None:
 def test_a_profile_is_altered_key_by_key(tmp_path: Path) -> None:
     profile = tmp_path / "own.toml"
     profile.write_text('[engine]\nlanes = 3\nwaiting = 7\n[model]\ncheckpoint = "a \\"b\\""\n')
-    found = load(bench.altered(profile, tmp_path, {"engine": {"lanes": 1}, "gateway": bench.FAR_GATE}))
-    assert (found.engine.lanes, found.engine.waiting, found.model.checkpoint) == (1, 7, 'a "b"')
+    found = load(bench.altered(profile, tmp_path, {"lanes": 1}, {"voice": "b"}))
+    assert (found.engine.lanes, found.engine.waiting) == (1, 7)
+    assert (found.model.checkpoint, found.model.voice) == ('a "b"', "b")
     with pytest.raises(ConfigError, match="lains"):
-        bench.altered(profile, tmp_path, {"engine": {"lains": 1}})
+        bench.altered(profile, tmp_path, {"lains": 1})
 
 
 # ---- one listener, by a clock of our own
