@@ -35,12 +35,22 @@ SILENT: Final = "The engine is silent"
 
 
 class Supervisor:
-    """`async with` starts and ends the children. The gateways go first, so that callers are told, then the engine."""
+    """`async with` starts and ends the children. The gateways go first, so that callers are told, then the engine.
+
+    `engine` is the module that is run as the engine; tests have one without a model.
+    """
 
     def __init__(
-        self, profile: Path, *, host: str | None = None, port: int | None = None, open_to_all: bool = False
+        self,
+        profile: Path,
+        *,
+        host: str | None = None,
+        port: int | None = None,
+        open_to_all: bool = False,
+        engine: str = "engine",
     ) -> None:
         self._profile = profile
+        self._engine_module = engine
         config = profiles.load(profile).gateway
         self._config: GatewayConfig = replace(
             config, host=config.host if host is None else host, port=config.port if port is None else port
@@ -65,7 +75,8 @@ class Supervisor:
             figures = Path(self._folder.name) / "metrics"
             figures.mkdir()
             environment["PROMETHEUS_MULTIPROC_DIR"] = str(figures)
-        self._engine = Child("engine", lambda: self._arguments("engine"), child_environment(), self)
+        engine = self._engine_module
+        self._engine = Child("engine", lambda: self._arguments(engine), child_environment(), self)
         self._gateways = [
             Child("gateway", lambda: self._arguments("gateway"), environment, self)
             for _ in range(self._config.processes)

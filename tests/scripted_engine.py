@@ -11,12 +11,15 @@ A recording becomes a voice whatever is in it, but for transcripts that hold suc
 
 from __future__ import annotations
 
-import array
+import argparse
 import asyncio
 import contextlib
 import dataclasses
 import hashlib
+import json
 import math
+import os
+import signal
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -25,9 +28,11 @@ from types import TracebackType
 from typing import Self
 
 import msgpack
+import numpy as np
 from websockets.asyncio.server import Server, ServerConnection, unix_serve
 from websockets.exceptions import ConnectionClosed
 
+from engine.leash import on_parent_gone
 from engine.messages import (
     SAMPLE_RATE_HZ,
     Audio,
@@ -83,7 +88,7 @@ def tone(voice: str, seed: int, clause: int, start: int, count: int, amplitude: 
     """Samples start..start+count of a clause's audio, float32."""
     hz = 150 + (sum(voice.encode()) * 7 + seed * 13 + clause * 29) % 900
     step = 2 * math.pi * hz / SAMPLE_RATE_HZ
-    return array.array("f", (amplitude * math.sin(step * (start + i)) for i in range(count))).tobytes()
+    return (amplitude * np.sin(step * np.arange(start, start + count))).astype("<f4").tobytes()
 
 
 @dataclass
@@ -368,10 +373,17 @@ class ScriptedEngine:
             self.links.remove(link)
 
 
-async def _main(socket: str) -> None:
-    async with ScriptedEngine(socket):
-        await asyncio.get_running_loop().create_future()
+async def _main(socket: str, script: Script) -> None:
+    stop = asyncio.Event()
+    on_parent_gone(stop.set)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    async with ScriptedEngine(socket, script):
+        await stop.wait()
 
 
-if __name__ == "__main__":
-    asyncio.run(_main(sys.argv[1]))
+if __name__ == "__main__":  # in the place of `python -m engine`; SCRIPT holds fields of Script as JSON
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--socket")
+    parser.add_argument("--config")
+    parser.add_argument("--leashed", action="store_true")
+    asyncio.run(_main(parser.parse_args().socket, Script(**json.loads(os.environ.get("SCRIPT", "{}")))))

@@ -14,6 +14,7 @@ import pytest
 
 from engine.config import GatewayConfig
 from gateway.server import GatewayServer
+from gateway.spans import Tracer, no_spans
 from tests.scripted_engine import Script, ScriptedEngine
 
 
@@ -44,9 +45,9 @@ def make_stack(socket_path: Path) -> StackMaker:
     """`async with make_stack(Script(...), contexts=2) as stack:` settings are the [gateway] table's."""
 
     @contextlib.asynccontextmanager
-    async def make(script: Script | None = None, **settings: Any) -> AsyncIterator[Stack]:
-        config = GatewayConfig(port=0, socket=str(socket_path), drain_ms=300, **settings)
-        async with ScriptedEngine(socket_path, script) as engine, GatewayServer(config) as server:
+    async def make(script: Script | None = None, tracer: Tracer = no_spans, **settings: Any) -> AsyncIterator[Stack]:
+        config = GatewayConfig(**{"port": 0, "socket": str(socket_path), "drain_ms": 300, **settings})
+        async with ScriptedEngine(socket_path, script) as engine, GatewayServer(config, tracer=tracer) as server:
             if engine.script.is_ready:
                 await server.link.is_ready.wait()
             yield Stack(engine, server)
