@@ -13,8 +13,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import tempfile
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -57,7 +59,6 @@ class VoiceStore:
         per_owner: int = PER_OWNER,
     ) -> None:
         self._builtin = dict(builtin)
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._folder = folder
         self._memory_bytes, self._disk_bytes, self._per_owner = memory_bytes, disk_bytes, per_owner
         self._lock = threading.Lock()
@@ -111,17 +112,24 @@ class VoiceStore:
     def claim(self, voice: str, owner: str, name: str) -> bool:
         """The owner registers what is kept already, maybe under a new name. False: not kept. Raises StoreFull."""
         with self._lock:
-            self._check_owner(voice, owner)
-            if voice not in self._kept:
-                return False
-            self._kept[voice].owners[owner] = name
-            self._write_entry(voice)
-            return True
+            return self._claim(voice, owner, name)
+
+    def _claim(self, voice: str, owner: str, name: str) -> bool:
+        count = sum(owner in kept.owners for key, kept in self._kept.items() if key != voice)
+        if count >= self._per_owner:
+            raise StoreFull(f"{count} voices are registered, at most {self._per_owner} may be")
+        if voice not in self._kept:
+            return False
+        self._kept[voice].owners[owner] = name
+        self._write_entry(voice)
+        return True
 
     def add(self, voice: Voice, owner: str, name: str) -> None:
-        """Register a voice that was not kept a moment ago. Raises StoreFull."""
+        """Keep a voice for this owner, or for one more. Raises StoreFull."""
         num_bytes = _num_bytes(voice)
         with self._lock:
+            if self._claim(voice.id, owner, name):
+                return
             used = sum(kept.num_bytes for kept in self._kept.values())
             if used + num_bytes > self._disk_bytes:
                 raise StoreFull(f"{used} bytes of voices are kept, at most {self._disk_bytes} may be")
@@ -143,11 +151,6 @@ class VoiceStore:
                 self._remove(voice)
             return True
 
-    def _check_owner(self, voice: str, owner: str) -> None:
-        count = sum(owner in kept.owners for key, kept in self._kept.items() if key != voice)
-        if count >= self._per_owner:
-            raise StoreFull(f"{count} voices are registered, at most {self._per_owner} may be")
-
     def _forget_oldest(self) -> None:
         used = sum(self._kept[voice].num_bytes for voice in self._loaded)
         while used > self._memory_bytes:
@@ -158,8 +161,8 @@ class VoiceStore:
 
     def _path(self, voice: str, suffix: str) -> Path:
         if self._folder is None:
-            self._temporary = tempfile.TemporaryDirectory(prefix="rill-voices-")
-            self._folder = Path(self._temporary.name)
+            self._folder = Path(tempfile.mkdtemp(prefix="rill-voices-"))
+            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         return self._folder / f"{voice}{suffix}"
 
     def _read(self, voice: str) -> Voice:
