@@ -251,7 +251,7 @@ class Context:
 
     def suspects(self) -> list[bytes]:
         """What the engine is working on, by fingerprint."""
-        last = self._num_taken + PREPARED if self._is_open else 0
+        last = self._num_taken + PREPARED
         return [clause.fingerprint for clause in self._clauses[self._num_clauses_done : last]]
 
     def silence_s(self, now: float) -> float:

@@ -61,7 +61,7 @@ class Supervisor:
         self._port = self._config.port
         self._reserved: socket.socket | None = None
         self._engine: Child | None = None
-        self._gateways: list[Child] = []
+        self.gateways: list[Child] = []
         self._addresses: dict[Child, str] = {}
         loop = asyncio.get_running_loop()
         self._address: asyncio.Future[str] = loop.create_future()
@@ -77,16 +77,16 @@ class Supervisor:
             environment["PROMETHEUS_MULTIPROC_DIR"] = str(figures)
         engine = self._engine_module
         self._engine = Child("engine", lambda: self._arguments(engine), child_environment(), self)
-        self._gateways = [
+        self.gateways = [
             Child("gateway", lambda: self._arguments("gateway"), environment, self)
             for _ in range(self._config.processes)
         ]
-        for child in (self._engine, *self._gateways):
+        for child in (self._engine, *self.gateways):
             await child.start()
         return self
 
     async def __aexit__(self, *details: object) -> None:
-        await asyncio.gather(*(child.end(self._config.drain_ms / 1000 + END_S) for child in self._gateways))
+        await asyncio.gather(*(child.end(self._config.drain_ms / 1000 + END_S) for child in self.gateways))
         if self._engine is not None:
             await self._engine.end(END_S)
         if self._reserved is not None:
@@ -101,9 +101,14 @@ class Supervisor:
         """Why there is no point in going on; waits until there is a reason."""
         return await asyncio.shield(self._failure)
 
+    def pids(self, name: str) -> list[int]:
+        """Process ids of the engine or of the gateways."""
+        children = [self._engine, *self.gateways]
+        return [child.pid for child in children if child is not None and child.name == name and child.pid]
+
     def reload(self) -> None:
         """Let the gateways read their keys again."""
-        for child in self._gateways:
+        for child in self.gateways:
             child.signal(signal.SIGHUP)
 
     def _arguments(self, module: str) -> list[str]:
@@ -124,7 +129,7 @@ class Supervisor:
         if line.startswith(READY):
             self._addresses[child] = line.removeprefix(READY)
             self._port = int(self._addresses[child].rstrip("/").rsplit(":", 1)[1])  # a restart keeps it
-            if len(self._addresses) == len(self._gateways) and not self._address.done():
+            if len(self._addresses) == len(self.gateways) and not self._address.done():
                 self._address.set_result(self._addresses[child])
         elif line == SILENT and self._engine is not None and self._engine.age_s > HUNG_S:
             complain("the engine hangs; killing it")
@@ -148,6 +153,11 @@ class Child:
         self._process: asyncio.subprocess.Process | None = None
         self._task: asyncio.Task[None] | None = None
         self._started = 0.0
+
+    @property
+    def pid(self) -> int:
+        """0: it has never run."""
+        return self._process.pid if self._process is not None else 0
 
     @property
     def age_s(self) -> float:

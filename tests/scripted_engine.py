@@ -5,6 +5,7 @@ listener can tell whose audio it hears. `Script` says how it misbehaves. Text ma
 
     FAULT    this context fails with `engine_error`            DIE     the engine drops the pipe at once
     STALL    no audio of this context ever comes               BUSY    refused as overloaded, retry
+    KILL     the process kills itself                          HANG    the engine says nothing any more
 
 A recording becomes a voice whatever is in it, but for transcripts that hold such an order: FAULT, STALL, DIE or BUSY.
 """
@@ -76,6 +77,7 @@ class Script:
     die_after_samples: int | None = None  # the pipe ends once so much has been sent in all
     late_audio: bool = False  # one more frame of a cancelled context, with its old epoch, after Cancelled
     refuse: bool = False  # every Open fails as overloaded
+    start_s: float = 0.0  # of a process, before it opens its pipe
     is_ready: bool = True  # False: the link opens but Ready does not come
     voices: tuple[str, ...] = ("ada", "bert")
     gate: asyncio.Event = field(default_factory=asyncio.Event)  # cleared: no step runs
@@ -269,6 +271,8 @@ class Link:
             self.out.append(self.engine.gauges(len(self.contexts)))
             return
         clause = context.clauses[context.current]
+        if "KILL" in clause.text:
+            os.kill(os.getpid(), signal.SIGKILL)
         if "DIE" in clause.text:
             self.is_dead = True
             return
@@ -377,6 +381,7 @@ async def _main(socket: str, script: Script) -> None:
     stop = asyncio.Event()
     on_parent_gone(stop.set)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    await asyncio.sleep(script.start_s)
     async with ScriptedEngine(socket, script):
         await stop.wait()
 

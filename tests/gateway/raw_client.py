@@ -73,9 +73,8 @@ class RawClient:
     async def close_code(self) -> int | None:
         """Waits until the server has closed; the code that it gave."""
         with contextlib.suppress(ConnectionClosed):
-            async with asyncio.timeout(PATIENCE_S):
-                while True:
-                    await self.socket.recv()
+            while True:
+                await self.hear()
         return self.socket.close_code
 
 
@@ -98,9 +97,9 @@ def check_promises(messages: list[dict[str, Any]]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def raw_client(address: str, **options: Any) -> AsyncIterator[RawClient]:
+async def raw_client(address: str, path: str = "v1/speech", **options: Any) -> AsyncIterator[RawClient]:
     """Connected and greeted."""
-    url = address.replace("http", "ws", 1) + "v1/speech"
+    url = address.replace("http", "ws", 1) + path
     settings = {"subprotocols": ["rill.v1"], "compression": None, "proxy": None, "close_timeout": 1, **options}
     async with connect(url, **settings) as socket:
         client = RawClient(socket)

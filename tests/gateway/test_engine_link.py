@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import msgpack
 import pytest
@@ -20,8 +21,8 @@ PATIENCE_S = 5.0
 
 
 @contextlib.asynccontextmanager
-async def running(path: Path) -> AsyncIterator[EngineLink]:
-    link = EngineLink(str(path), Metrics())
+async def running(path: Path, **options: Any) -> AsyncIterator[EngineLink]:
+    link = EngineLink(str(path), Metrics(), **options)
     task = asyncio.create_task(link.run())
     try:
         yield link
@@ -113,3 +114,49 @@ async def test_an_engine_that_talks_nonsense_is_left_and_tried_again(socket_path
     async with unix_serve(talk, str(socket_path)), running(socket_path) as link:
         await until(lambda: calls >= 2)
         assert link.ready is None
+
+
+async def test_an_engine_that_says_nothing_any_more_is_reported_and_left(socket_path: Path) -> None:
+    silences: list[float] = []
+    async with (
+        ScriptedEngine(socket_path) as fake,
+        running(socket_path, silence_s=0.2, on_silence=lambda: silences.append(1)) as link,
+    ):
+        await ready(link)
+        heard: list[engine.ToGateway] = []
+        link.lease(heard.append)
+        fake.script.gate.clear()
+        await until(lambda: bool(heard))
+        assert isinstance(heard[0], engine.Failed) and heard[0].code == "engine_restart"
+        assert len(silences) == 1
+
+
+async def test_an_engine_that_greets_but_does_not_answer_is_not_ready(socket_path: Path) -> None:
+    """Whoever is told that we are ready may speak at once."""
+    has_greeted = asyncio.Event()
+
+    async def greet(connection: ServerConnection) -> None:
+        connection.protocol.receive_data = lambda data: None  # type: ignore[method-assign]  # deaf from now on
+        greeting = engine.Ready(model="deaf", voices=[], sample_rate=24_000, lanes=1)
+        await connection.send(msgpack.packb([engine.pack(greeting)]))
+        has_greeted.set()
+        await connection.wait_closed()
+
+    async with unix_serve(greet, str(socket_path), close_timeout=0.1), running(socket_path) as link:
+        await has_greeted.wait()
+        await asyncio.sleep(0.1)
+        assert link.ready is None and not link.is_ready.is_set()
+
+
+async def test_the_time_to_a_free_row_is_measured(socket_path: Path) -> None:
+    metrics = Metrics()
+    link = EngineLink(str(socket_path), metrics)
+    task = asyncio.create_task(link.run())
+    async with ScriptedEngine(socket_path):
+        await ready(link)
+        lease = link.lease(lambda event: None)
+        link.post(engine.Cancel(context=lease.context, epoch=lease.epoch))
+        await until(lambda: metrics.value("rill_engine_abort_seconds_count") == 1)
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task

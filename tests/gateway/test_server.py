@@ -25,11 +25,11 @@ from tests.scripted_engine import Script
 SENTENCE = "This is a sentence of some length to be spoken. "
 
 
-async def get(url: str, method: str = "GET") -> tuple[int, str, bytes]:
+async def get(url: str, method: str = "GET", headers: dict[str, str] | None = None) -> tuple[int, str, bytes]:
     """Status, content type and body."""
 
     def fetch() -> tuple[int, str, bytes]:
-        request = urllib.request.Request(url, method=method)
+        request = urllib.request.Request(url, method=method, headers=headers or {})
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
             with opener.open(request, timeout=5) as answer:
