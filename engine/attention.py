@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -212,25 +211,30 @@ def gathers(device: torch.device) -> bool:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Ends:
-    """Where rows laid end to end begin and end."""
+class Whole:
+    """Index tables of whole rows laid end to end, F frames in all; their guidance twins lie behind them."""
 
-    lengths: list[int]
-    starts: Tensor  # int32 [rows + 1], cumulated lengths
+    lengths: list[int]  # frames of each row
+    positions: Tensor  # int64 [F], counted from the start of each row
+    places: (
+        Tensor  # int64 [F], where they lie once as many zero frames as a convolution looks back stand before each row
+    )
+    ends: Tensor  # int32 [2 * rows + 1], where rows and then twins begin and end
 
     @property
     def longest(self) -> int:
         return max(self.lengths)
 
 
-class AttendRows(Protocol):
-    """q, k, v [F, H, E], each frame to all frames of its own row -> [F, H, E]."""
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, ends: Ends) -> Tensor: ...
-
-
-def attend_rows(q: Tensor, k: Tensor, v: Tensor, ends: Ends) -> Tensor:
+class EachRow:
     """Row by row with torch's own attention: the twin of all the others."""
-    parts = zip(*(x.split(ends.lengths) for x in (q, k, v)), strict=True)
-    out = [F.scaled_dot_product_attention(*(x.transpose(0, 1) for x in part)).transpose(0, 1) for part in parts]
-    return torch.cat(out)
+
+    def __init__(self, whole: Whole, angles: Angles) -> None:
+        self.lengths, self.turns = [*whole.lengths, *whole.lengths], angles.at(whole.positions)
+
+    def __call__(self, layer: int, qkv: Tensor) -> Tensor:
+        """qkv [1, 2, F, 3, H, E], overwritten -> [1, 2, F, H*E]."""
+        rotate_head0_(qkv, *self.turns)
+        parts = qkv.flatten(0, 2).permute(1, 2, 0, 3).split(self.lengths, dim=2)  # [3, H, n, E] each
+        out = [F.scaled_dot_product_attention(*part).transpose(0, 1) for part in parts]
+        return torch.cat(out).view(*qkv.shape[:3], -1)

@@ -27,14 +27,13 @@ from engine.attention import (
     Angles,
     AttendLayer,
     Columns,
-    Ends,
+    EachRow,
     Unit,
     Units,
-    attend_rows,
+    Whole,
     dense_attend,
     paged,
     paged_width,
-    rotate_head0_,
     unit_columns,
 )
 from engine.cache import PagePool
@@ -183,16 +182,6 @@ class Laying:
     @classmethod
     def of(cls, table: Tensor) -> Laying:
         return cls(*table[: cls.COLUMNS], ids=table[cls.COLUMNS :])
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Whole:
-    """Index tables of whole rows laid end to end, F frames in all."""
-
-    positions: Tensor  # [F], frames counted from the start of each row
-    places: Tensor  # [F], where they lie once 30 zero frames stand before each row
-    ends: Ends  # of both branches, 2F frames
-    count: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -593,7 +582,7 @@ class Flow(nn.Module):
         lengths = [FRAMES_PER_TOKEN * len(row) for row in ids]
         check_frames(max(lengths))
         whole = self._whole(lengths)
-        attend = self._whole_attend(whole)
+        attend = EachRow(whole, self.tables().angles)
         tables, x = self.tables(), self.tables().noise[whole.positions][None]  # [1, F, M]
         base = self._whole_base([voice for voice, _ in requests], ids, lengths)[None]
         for step in tables.steps.split(1):
@@ -608,9 +597,8 @@ class Flow(nn.Module):
         positions = np.concatenate([np.arange(length) for length in lengths])
         table = np.stack((positions, np.arange(len(rows)) + self.shape.context * (rows + 1)))
         on_device = self._on_device(table)
-        both = lengths + lengths  # all conditioned rows, then their twins
-        starts = self._on_device(np.cumsum([0, *both])).int()
-        return Whole(on_device[0], on_device[1], Ends(both, starts), len(lengths))
+        ends = self._on_device(np.cumsum([0, *lengths, *lengths])).int()
+        return Whole(lengths, on_device[0], on_device[1], ends)
 
     def _whole_base(self, voices: list[FlowVoice], ids: list[list[int]], lengths: list[int]) -> Tensor:
         """What no step changes, of rows laid end to end: [F, D]."""
@@ -626,20 +614,10 @@ class Flow(nn.Module):
         spread = [speaker.expand(length, -1) for speaker, length in zip(speakers, lengths, strict=True)]
         return self._base(cond, mu, torch.cat(spread))
 
-    def _whole_attend(self, whole: Whole) -> AttendLayer:
-        turns = self.tables().angles.at(whole.positions)  # [F, E/2]
-
-        def attend(layer: int, qkv: Tensor) -> Tensor:
-            """qkv [1, 2, F, 3, H, E] -> [1, 2, F, H*E]."""
-            rotate_head0_(qkv, *turns)
-            return attend_rows(*qkv.flatten(0, 2).unbind(1), whole.ends).view(*qkv.shape[:3], -1)
-
-        return attend
-
     def _whole_conv_pos(self, h: Tensor, whole: Whole) -> Tensor:
         """Position convolutions of h [1, 2, F, D], each row behind zeros of its own."""
         context = self.shape.context
-        gapped = h.new_zeros(2, h.shape[2] + context * whole.count, h.shape[3])
+        gapped = h.new_zeros(2, h.shape[2] + context * len(whole.lengths), h.shape[3])
         for index in range(2):
             gapped[:, whole.places] = h[0]
             h = self.tables().net.conv_mish(gapped, index)[None, :, whole.places - context]

@@ -1,0 +1,390 @@
+"""The flow's fused pieces as Triton kernels, each with its twin in plain torch elsewhere. Needs Triton to import.
+
+Letters as in flow.py. Products are computed as their operands are stored, sums, norms and angles in float32; float32
+operands are never cut to TF32. Parity with the twins: tests/engine/test_flow_kernels.py.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor, nn
+
+from engine.attention import Angles, Units, Whole
+from engine.dit import NORM_EPS, Block, Estimator, Modulations, Packed
+
+LOG2_E = 1.4426950408889634
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class FusedPacked(Packed):
+    """The packed network with its norms, gates and position convolutions in one kernel each."""
+
+    def __init__(self, net: Estimator, modulations: Modulations) -> None:
+        super().__init__(net, modulations)
+        self.taps = [tap_major(conv) for conv in self.convs]
+
+    def conv_mish(self, x: Tensor, index: int) -> Tensor:
+        return conv_mish(x, self.taps[index], self.convs[index].bias)
+
+    def normed(self, h: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+        return gated_norm(h, None, None, shift, scale)[1]
+
+    def gated(self, h: Tensor, y: Tensor, gate: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        return gated_norm(h, y, gate, shift, scale)
+
+    def hidden(self, a: Tensor, block: Block) -> Tensor:
+        if a.dtype == torch.float32:
+            return super().hidden(a, block)
+        layer = block.ff["ff"][0][0]
+        # cuBLASLt's own end of a product, tanh form as ours.
+        flat = torch._addmm_activation(layer.bias, a.flatten(0, -2), layer.weight.t(), use_gelu=True)
+        return flat.view(*a.shape[:-1], -1)
+
+
+# --- h + gate * y, and its norm ---
+
+
+def gated_norm(h: Tensor, y: Tensor | None, gate: Tensor | None, shift: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """h, y [U, 2, w, D]; gate, shift, scale [U, D], D contiguous -> h + gate * y, or h itself, and its norm."""
+    moved = h if y is None else torch.empty_like(h)
+    out = torch.empty_like(h)
+    dim = h.shape[-1]
+    rows = h.numel() // dim
+    gated_norm_kernel[(rows,)](
+        h,
+        h if y is None else y,
+        shift if gate is None else gate,
+        shift,
+        scale,
+        moved,
+        out,
+        rows // h.shape[0],
+        shift.stride(0) if gate is None else gate.stride(0),
+        shift.stride(0),
+        scale.stride(0),
+        dim,
+        NORM_EPS,
+        IS_GATED=y is not None,
+        BLOCK=triton.next_power_of_2(dim),
+        num_warps=4,
+    )
+    return moved, out
+
+
+@triton.jit(do_not_specialize=["rows_per_unit"])
+def gated_norm_kernel(
+    h,
+    y,
+    gate,
+    shift,
+    scale,
+    moved,
+    out,
+    rows_per_unit,
+    gate_stride,
+    shift_stride,
+    scale_stride,
+    dim,
+    eps,
+    IS_GATED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    unit = row // rows_per_unit
+    e = tl.arange(0, BLOCK)
+    real = e < dim
+    x = tl.load(h + row * dim + e, mask=real, other=0.0).to(tl.float32)
+    if IS_GATED:
+        by = tl.load(gate + unit * gate_stride + e, mask=real, other=0.0).to(tl.float32)
+        x += by * tl.load(y + row * dim + e, mask=real, other=0.0).to(tl.float32)
+        tl.store(moved + row * dim + e, x.to(moved.dtype.element_ty), mask=real)
+    mean = tl.sum(x, axis=0) / dim
+    centred = tl.where(real, x - mean, 0.0)
+    x = centred * tl.rsqrt(tl.sum(centred * centred, axis=0) / dim + eps)
+    x *= 1.0 + tl.load(scale + unit * scale_stride + e, mask=real, other=0.0).to(tl.float32)
+    x += tl.load(shift + unit * shift_stride + e, mask=real, other=0.0).to(tl.float32)
+    tl.store(out + row * dim + e, x.to(out.dtype.element_ty), mask=real)
+
+
+# --- grouped causal convolution and Mish ---
+
+
+def tap_major(conv: nn.Conv1d) -> Tensor:
+    """Weight [D, D/G, K] as [G, K, D/G in, D/G out]: each tap of each group is one small product."""
+    return conv.weight.unflatten(0, (conv.groups, -1)).permute(0, 3, 2, 1).contiguous()
+
+
+def conv_mish(x: Tensor, taps: Tensor, bias: Tensor) -> Tensor:
+    """x [B, K - 1 + T, D] -> Mish of the convolution, [B, T, D]."""
+    groups, kernel, width, _ = taps.shape
+    batch, length, dim = x.shape
+    frames = length - kernel + 1
+    out = x.new_empty(batch, frames, dim)
+    rows = batch * frames
+    block = 32 if rows <= 400 else 64 if rows <= 6400 else 128
+    conv_mish_kernel[(triton.cdiv(rows, block), groups)](
+        x.contiguous(),
+        taps,
+        bias,
+        out,
+        rows,
+        frames,
+        dim,
+        KERNEL=kernel,
+        WIDTH=width,
+        BLOCK=block,
+        num_warps=8 if block == 128 else 4,
+        num_stages=4 if x.element_size() == 2 else 2,
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["num_rows", "frames"])
+def conv_mish_kernel(
+    x,
+    taps,
+    bias,
+    out,
+    num_rows,
+    frames,
+    dim,
+    KERNEL: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    group = tl.program_id(1)
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    real = (row < num_rows)[:, None]
+    channel = tl.arange(0, WIDTH)
+    # Output frame t of a batch row reads frames t .. t + KERNEL - 1 of it.
+    first = (row // frames).to(tl.int64) * (frames + KERNEL - 1) + row % frames
+    from_x = x + first[:, None] * dim + group * WIDTH + channel[None, :]
+    from_taps = taps + (group * KERNEL * WIDTH + channel)[:, None] * WIDTH + channel[None, :]
+    acc = tl.zeros((BLOCK, WIDTH), dtype=tl.float32)
+    for _ in range(KERNEL):
+        acc = tl.dot(tl.load(from_x, mask=real, other=0.0), tl.load(from_taps), acc, input_precision="ieee")
+        from_x += dim
+        from_taps += WIDTH * WIDTH
+    acc += tl.load(bias + group * WIDTH + channel).to(tl.float32)[None, :]
+    # x * tanh(log(1 + e^x)) without the logarithm; beyond 20 it is x to the last bit.
+    grown = tl.exp(tl.minimum(acc, 20.0))
+    grown = grown * (grown + 2.0)
+    acc = tl.where(acc > 20.0, acc, acc * grown / (grown + 2.0))
+    to = out + row.to(tl.int64)[:, None] * dim + group * WIDTH + channel[None, :]
+    tl.store(to, acc.to(out.dtype.element_ty), mask=real)
+
+
+# --- attention ---
+
+
+@triton.jit
+def head_rows(at, stride, rows, real, E: tl.constexpr):
+    """Rows of one head, [rows, E]; zero where not real."""
+    e = tl.arange(0, E)
+    return tl.load(at + rows[:, None] * stride + e[None, :], mask=real[:, None], other=0.0)
+
+
+@triton.jit
+def turned_rows(at, stride, rows, real, cos, sin, positions, E: tl.constexpr):
+    """The same, neighbouring pairs turned by the angles of their positions."""
+    e = tl.arange(0, E)
+    there = rows[:, None] * stride
+    x = tl.load(at + there + e[None, :], mask=real[:, None], other=0.0)
+    partner = tl.load(at + there + (e ^ 1)[None, :], mask=real[:, None], other=0.0).to(tl.float32)
+    angle = positions[:, None] * (E // 2) + (e // 2)[None, :]
+    c = tl.load(cos + angle, mask=real[:, None], other=0.0)
+    s = tl.load(sin + angle, mask=real[:, None], other=0.0) * tl.where(e % 2 == 0, -1.0, 1.0)[None, :]
+    return (x.to(tl.float32) * c + partner * s).to(x.dtype)
+
+
+@triton.jit
+def absorb(q, k, v, seen, scale, most, total, acc):
+    """One block of keys into the running softmax. scale turns scores into powers of two."""
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    scores = tl.where(seen[None, :], scores, float("-inf"))
+    now = tl.maximum(most, tl.max(scores, axis=1))
+    weights = tl.exp2(scores - now[:, None])
+    kept = tl.exp2(most - now)
+    total = total * kept + tl.sum(weights, axis=1)
+    acc = acc * kept[:, None]
+    acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
+    return now, total, acc
+
+
+class FusedPaged:
+    """Reads solved pages through the table and this call's chunks from qkv itself, and writes those to their pages.
+
+    One program per unit, branch and head: a page is written by exactly one, and nobody reads it in the same call.
+    """
+
+    def __init__(self, data: Tensor, units: Units, angles: Angles) -> None:
+        assert units.width == data.shape[5], f"units of {units.width} frames, pages of {data.shape[5]}"
+        self.data, self.units, self.angles = data, units, angles
+
+    def __call__(self, layer: int, qkv: Tensor) -> Tensor:
+        units, data = self.units, self.data[:, :, layer]
+        heads, width = qkv.shape[-2:]
+        out = qkv.new_empty(*qkv.shape[:3], heads * width)
+        paged_kernel[(heads, 2 * units.count)](
+            qkv,
+            out,
+            data,
+            units.steps,
+            units.pages,
+            units.starts,
+            units.frames,
+            units.fresh,
+            units.table,
+            self.angles.cos,
+            self.angles.sin,
+            units.count,
+            *data.stride()[:4],
+            LOG2_E / math.sqrt(width),
+            W=units.width,
+            H=heads,
+            E=width,
+            ROWS=max(16, triton.next_power_of_2(units.width)),
+            num_warps=4,
+            num_stages=3 if qkv.element_size() == 2 else 1,
+        )
+        return out
+
+
+@triton.jit(do_not_specialize=["num_units"])
+def paged_kernel(
+    qkv,
+    out,
+    data,
+    steps,
+    pages,
+    starts,
+    frames,
+    fresh,
+    table,
+    cos,
+    sin,
+    num_units,
+    step_stride,
+    branch_stride,
+    kv_stride,
+    page_stride,
+    scale,
+    W: tl.constexpr,
+    H: tl.constexpr,
+    E: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    head = tl.program_id(0)
+    pair = tl.program_id(1).to(tl.int64)
+    unit = pair // 2
+    rows = tl.arange(0, ROWS)
+    real = rows < W
+    start = tl.load(starts + unit)
+    ahead = tl.load(fresh + unit)
+    here = qkv + pair * W * 3 * H * E + head * E
+    solved = data + tl.load(steps + unit) * step_stride + (pair % 2) * branch_stride + head * E
+
+    q = head_rows(here, 3 * H * E, rows, real, E)
+    if head == 0:
+        q = turned_rows(here, 3 * H * E, rows, real, cos, sin, start + rows, E)
+    most = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((ROWS,), dtype=tl.float32)
+    acc = tl.zeros((ROWS, E), dtype=tl.float32)
+
+    for index in range(start // W - ahead):
+        at = solved + tl.load(table + index * num_units + unit) * page_stride
+        k = head_rows(at, H * E, rows, real, E)
+        v = head_rows(at + kv_stride, H * E, rows, real, E)
+        most, total, acc = absorb(q, k, v, real, scale, most, total, acc)
+
+    for back in range(ahead):
+        # Chunks of the same row that this call solves too: their pages are being written right now.
+        there = here - (ahead - back) * 2 * W * 3 * H * E
+        k = head_rows(there + H * E, 3 * H * E, rows, real, E)
+        if head == 0:
+            k = turned_rows(there + H * E, 3 * H * E, rows, real, cos, sin, start - (ahead - back) * W + rows, E)
+        v = head_rows(there + 2 * H * E, 3 * H * E, rows, real, E)
+        most, total, acc = absorb(q, k, v, real, scale, most, total, acc)
+
+    k = head_rows(here + H * E, 3 * H * E, rows, real, E)
+    if head == 0:
+        k = turned_rows(here + H * E, 3 * H * E, rows, real, cos, sin, start + rows, E)
+    v = head_rows(here + 2 * H * E, 3 * H * E, rows, real, E)
+    e = tl.arange(0, E)
+    own = solved + tl.load(pages + unit) * page_stride + rows[:, None] * (H * E) + e[None, :]
+    tl.store(own, k.to(data.dtype.element_ty), mask=real[:, None])
+    tl.store(own + kv_stride, v.to(data.dtype.element_ty), mask=real[:, None])
+    most, total, acc = absorb(q, k, v, rows < tl.load(frames + unit), scale, most, total, acc)
+
+    to = out + pair * W * H * E + head * E + rows[:, None] * (H * E) + e[None, :]
+    tl.store(to, (acc / total[:, None]).to(out.dtype.element_ty), mask=real[:, None])
+
+
+class FusedRows:
+    """Whole rows laid end to end, each frame to all of its own row."""
+
+    def __init__(self, whole: Whole, angles: Angles) -> None:
+        self.whole, self.angles = whole, angles
+
+    def __call__(self, layer: int, qkv: Tensor) -> Tensor:
+        heads, width = qkv.shape[-2:]
+        out = qkv.new_empty(*qkv.shape[:-3], heads * width)
+        is_wide = qkv.element_size() > 2
+        block = 32 if is_wide else 128
+        rows_kernel[(triton.cdiv(self.whole.longest, block), heads, 2 * len(self.whole.lengths))](
+            qkv,
+            out,
+            self.whole.ends,
+            self.angles.cos,
+            self.angles.sin,
+            LOG2_E / math.sqrt(width),
+            H=heads,
+            E=width,
+            QUERIES=block,
+            KEYS=32 if is_wide else 64,
+            num_warps=4 if is_wide else 8,
+            num_stages=1 if is_wide else 3,
+        )
+        return out
+
+
+@triton.jit
+def rows_kernel(
+    qkv,
+    out,
+    ends,
+    cos,
+    sin,
+    scale,
+    H: tl.constexpr,
+    E: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    head = tl.program_id(1)
+    first = tl.load(ends + tl.program_id(2)).to(tl.int64)
+    length = tl.load(ends + tl.program_id(2) + 1).to(tl.int64) - first
+    asking = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
+    if tl.program_id(0) * QUERIES >= length:
+        return
+    at = qkv + first * 3 * H * E + head * E
+    q = head_rows(at, 3 * H * E, asking, asking < length, E)
+    if head == 0:
+        q = turned_rows(at, 3 * H * E, asking, asking < length, cos, sin, asking, E)
+    most = tl.full((QUERIES,), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((QUERIES,), dtype=tl.float32)
+    acc = tl.zeros((QUERIES, E), dtype=tl.float32)
+    for start in range(0, length, KEYS):
+        asked = start + tl.arange(0, KEYS)
+        k = head_rows(at + H * E, 3 * H * E, asked, asked < length, E)
+        if head == 0:
+            k = turned_rows(at + H * E, 3 * H * E, asked, asked < length, cos, sin, asked, E)
+        v = head_rows(at + 2 * H * E, 3 * H * E, asked, asked < length, E)
+        most, total, acc = absorb(q, k, v, asked < length, scale, most, total, acc)
+    e = tl.arange(0, E)
+    to = out + (first + asking)[:, None] * (H * E) + head * E + e[None, :]
+    tl.store(to, (acc / total[:, None]).to(out.dtype.element_ty), mask=(asking < length)[:, None])

@@ -1,0 +1,132 @@
+"""The flow's kernels against their twins in plain torch: interpreted on the CPU, compiled on CUDA."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engine.attention import Angles, EachPaged, EachRow, GatheredPaged, Unit, Units, Whole, unit_columns
+from engine.dit import Estimator, FlowShape, Modulations, Packed
+
+pytest.importorskip("triton")
+
+from engine.flow_kernels import FusedPacked, FusedPaged, FusedRows
+
+SMALL = FlowShape(dim=64, depth=2, heads=2, head_dim=32, ff=128, lookahead_channels=24, vocab=40, conv_groups=4)
+FULL = FlowShape(dim=1024, depth=1, heads=16, head_dim=64, ff=2048, lookahead_channels=1024)
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+Place = tuple[str, FlowShape, torch.dtype]
+PLACES = [
+    pytest.param(("cpu", SMALL, torch.float32), id="interpreted"),
+    pytest.param(("cuda", SMALL, torch.float32), id="cuda-small", marks=GPU),
+    pytest.param(("cuda", FULL, torch.float32), id="cuda-float32", marks=GPU),
+    pytest.param(("cuda", FULL, torch.bfloat16), id="cuda-bfloat16", marks=GPU),
+]
+
+
+@pytest.fixture(params=PLACES)
+def place(request: pytest.FixtureRequest) -> Place:
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def nets(place: Place) -> tuple[Packed, Packed]:
+    """The twin and the fused one, of the same weights."""
+    device, shape, dtype = place
+    torch.manual_seed(1)
+    net = Estimator(shape).to(device).eval().requires_grad_(False)
+    modulations = Modulations.of(net, torch.linspace(0, 1, 10, device=device))
+    net = net.to(dtype)
+    return Packed(net, modulations), FusedPacked(net, modulations)
+
+
+def draw(place: Place, *size: int) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(len(size))).to(place[0], place[2])
+
+
+def assert_near(a: Tensor, b: Tensor, place: Place) -> None:
+    assert a.shape == b.shape and a.dtype == b.dtype
+    error = float((a.double() - b.double()).norm() / b.double().norm())
+    assert error < BOUNDS[place[2]], f"relative RMS {error}"
+
+
+@torch.inference_mode()
+def test_gate_and_norm(place: Place, nets: tuple[Packed, Packed]) -> None:
+    h, y = draw(place, 3, 2, 50, place[1].dim), draw(place, 3, 2, 50, place[1].dim).flip(0)
+    rows = [table.to(place[0]) for table in torch.randn(3, 3, 2, 6, place[1].dim)[:, :, 1].unbind(2)[0].unbind(0)]
+    twin, fused = (net.gated(h, y, *rows) for net in nets)
+    for a, b in zip(fused, twin, strict=True):
+        assert_near(a, b, place)
+    twin, fused = (net.normed(h, *rows[:2]) for net in nets)
+    assert_near(fused, twin, place)
+
+
+@pytest.mark.parametrize(("batch", "frames"), [(1, 7), (2, 50), (3, 300)])
+@torch.inference_mode()
+def test_position_convolution(place: Place, nets: tuple[Packed, Packed], batch: int, frames: int) -> None:
+    if place[0] == "cpu" and frames > 50:
+        pytest.skip("slow to interpret")
+    x = draw(place, batch, 30 + frames, place[1].dim)
+    for index in range(2):
+        assert_near(nets[1].conv_mish(x, index), nets[0].conv_mish(x, index), place)
+
+
+@torch.inference_mode()
+def test_feed_forward(place: Place, nets: tuple[Packed, Packed]) -> None:
+    a = draw(place, 2, 2, 50, place[1].dim)
+    twin, fused = (net.hidden(a, net.blocks[0]) for net in nets)
+    assert_near(fused, twin, place)
+
+
+def angles_of(place: Place) -> Angles:
+    exponent = torch.arange(0, place[1].head_dim, 2) / place[1].head_dim
+    turn = torch.arange(2_000)[:, None] / 10_000**exponent
+    return Angles(turn.cos().to(place[0]), turn.sin().to(place[0]))
+
+
+@torch.inference_mode()
+def test_paged_attention(place: Place) -> None:
+    device, shape, dtype = place
+    angles = angles_of(place)
+    listed = [
+        Unit(lane=0, step=3, start=100, frames=50, pages=[4, 2, 7], fresh=0, is_last=True),
+        Unit(lane=1, step=0, start=0, frames=50, pages=[5], fresh=0, is_last=False),
+        Unit(lane=1, step=0, start=50, frames=50, pages=[5, 0], fresh=1, is_last=False),
+        Unit(lane=1, step=0, start=100, frames=13, pages=[5, 0, 6], fresh=2, is_last=True),
+        Unit(lane=2, step=3, start=50, frames=1, pages=[4, 1], fresh=0, is_last=True),
+    ]
+    columns = unit_columns(listed, Unit(3, 0, 0, 50, [8], 0, is_last=True), 6, 4)
+    units = Units.of(torch.from_numpy(columns).to(device), 50)
+    size = (shape.steps, 2, 1, 2, 9, 50, shape.heads, shape.head_dim)
+    before = torch.full(size, float("nan")).to(device, dtype)
+    before[:, :, :, :, [2, 4]] = draw(place, 10, 2, 1, 2, 2, 50, shape.heads, shape.head_dim)
+    qkv = draw(place, 6, 2, 50, 3, shape.heads, shape.head_dim)
+    results = []
+    for attend in (
+        lambda data: EachPaged(data, units, [*listed, Unit(3, 0, 0, 50, [8], 0, is_last=True)], angles),
+        lambda data: GatheredPaged(data, units, angles),
+        lambda data: FusedPaged(data, units, angles),
+    ):
+        data = before.clone()
+        results.append((attend(data)(0, qkv.clone()), data))
+    (want, written), *others = results
+    for out, data in others:
+        assert_near(out, want, place)
+        assert torch.equal(data.isnan(), written.isnan())
+        assert_near(data.nan_to_num(), written.nan_to_num(), place)
+
+
+@torch.inference_mode()
+def test_rows_attention(place: Place) -> None:
+    device, shape, _ = place
+    lengths = [70, 1, 33] if device == "cpu" else [494, 70, 1, 640]
+    positions = torch.from_numpy(np.concatenate([np.arange(length) for length in lengths])).to(device)
+    ends = torch.tensor(np.cumsum([0, *lengths, *lengths]), dtype=torch.int32, device=device)
+    whole, angles = Whole(lengths, positions, positions, ends), angles_of(place)
+    qkv = draw(place, 1, 2, len(positions), 3, shape.heads, shape.head_dim)
+    want = EachRow(whole, angles)(0, qkv.clone())
+    assert_near(FusedRows(whole, angles)(0, qkv), want, place)
