@@ -1,10 +1,10 @@
-# make run: set up and serve with the embedded voice.   make test: set up and test.   Nothing else is needed.
+# make run: set up and serve with the embedded voice.   make test: set up and test.   make bench: measure it, briefly.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CONFIG ?= configs/embedded.toml
 
-.PHONY: run setup setup-test test check lint slow golden gpu clean
+.PHONY: run setup setup-test test bench check lint slow golden gpu clean
 
 run: setup
 	$(BIN)/rill serve --config $(CONFIG)
@@ -25,6 +25,9 @@ $(VENV)/.installed-test: pyproject.toml $(VENV)/.installed
 
 test: setup-test
 	$(BIN)/python -m pytest -q -m "not slow and not bench"
+
+bench: setup
+	$(BIN)/rill bench --config $(CONFIG) --concurrency 1,2 --burst 4 --seconds 15
 
 slow: setup-test
 	$(BIN)/python -m pytest -q -m "slow and not bench"
