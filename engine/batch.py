@@ -1,5 +1,6 @@
-"""A plan -> launches. Owns the tensors of every lane between two steps: prompt rows, pages, flow row, vocoder state.
+"""A plan -> launches. Owns what every lane holds on the device between two steps: talker lane, flow row, vocoder state.
 
+Two streams: the talker's, and the flow's and vocoder's. A launch enqueues and returns; `collect` gives what has landed.
 On the CPU each row is launched alone, so that a lane's samples are the same to the bit, alone or in a crowd; on CUDA
 all rows of a stage share one call. What a launch finds wrong with one row ends that row's lane and no other.
 """
@@ -10,17 +11,20 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from functools import partial
+from typing import NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.cache import OutOfPages
+from engine.costs import FLOW, HIFT, PREFILL, TALKER, WHOLE, Costs
 from engine.flow import FRAMES_PER_TOKEN, Flow, FlowError, FlowPrefix, FlowRow, FlowStore, FlowVoice
 from engine.frontend import Prompt
-from engine.hift import Hift, HiftState, NoiseTooShort
+from engine.hift import Hift, HiftState
 from engine.noise import MAX_FRAMES
-from engine.sampler import Draw, Sampling, sample
+from engine.sampler import Sampling
 from engine.scheduler import (
     FlowRow as FlowStep,
 )
@@ -31,19 +35,27 @@ from engine.scheduler import (
     Lengths,
     Part,
     Plan,
+    Room,
     SpeechError,
     TalkerRow,
     TextTooLong,
 )
-from engine.talker import PAGE_ROWS, Limits, SilentRunFilter, Span, Talker, TalkerStore
+from engine.streams import Stream
+from engine.talker import PAGE_ROWS, Limits, SilentRunFilter, Talker, TalkerStore
+from engine.talker_lanes import TalkerLanes, Ticket
 from engine.voices import Voice
 
 logger = logging.getLogger(__name__)
 Row = TypeVar("Row", TalkerRow, FlowStep, HiftRow)
 Result = TypeVar("Result")
+Kernel = Callable[[Sequence[Row], "Launched"], None]
 
 MAX_VOICES = 1_024  # whose prompts stay on the device, 0.1 MB each
 MAX_SILENT_RUN = 75  # ids, three seconds: a talker that says nothing for so long has lost its text
+MODEL_OF = {TALKER: TALKER, PREFILL: TALKER, FLOW: FLOW, WHOLE: FLOW, HIFT: HIFT}  # whose time a stage is
+IN_FLIGHT = 2  # launches of a stage: one runs, the next waits behind it
+CHUNK_FRAMES = 50
+PREFIX_ROWS = 8  # prompts of new voices that are solved beside a launch's rows
 
 
 class EngineFault(Exception):
@@ -60,6 +72,11 @@ class Utterance:
     sampling: Sampling
     seed: int
     is_streaming: bool
+
+    @property
+    def speech(self) -> list[int]:
+        """The voice's tokens that the talker is given."""
+        return self.voice.tokens.tolist() if self.prompt.has_prompt_speech else []
 
     @property
     def prefill_rows(self) -> int:
@@ -79,23 +96,24 @@ class Segment:
     utterance: Utterance
     part: Part
     silence: SilentRunFilter
-    prompt_rows: Tensor | None = None  # [prefill_rows, H]
-    pages: list[int] = field(default_factory=list)  # of the talker
-    history: list[int] = field(default_factory=list)  # every id drawn
+    has_talker: bool = False  # it holds its lane's talker
+    is_talked: bool = False
+    num_drawn: int = 0
     tokens: list[int] = field(default_factory=list)  # those that go on to the flow
     silent_run: int = 0
     flow: FlowRow | None = None
-    num_fed: int = 0  # tokens given to the flow
+    num_given: int = 0  # tokens given to the flow
     mel: Tensor | None = None  # [M, frames] not yet sounded
+    health: Tensor | None = None  # of the mel: 0, or NaN if it is not finite
     hift: HiftState | None = None
 
-    def draw(self) -> Draw:
-        used, step = self.utterance, len(self.history)
-        clause = self.part.clause + (self.part.number << 32)
-        return Draw(used.sampling, self.history, used.seed, clause, step, used.limits.mask(step))
+    @property
+    def clause(self) -> int:
+        """Of the sampler's draws: a part of its own draws for itself."""
+        return self.part.clause + (self.part.number << 32)
 
     def add(self, code: int) -> None:
-        self.history.append(code)
+        self.num_drawn += 1
         is_kept = self.silence.keep(code)
         self.silent_run = 0 if is_kept else self.silent_run + 1
         if is_kept:
@@ -103,18 +121,29 @@ class Segment:
 
     @property
     def is_over(self) -> bool:
-        return self.utterance.limits.is_over(len(self.history)) or self.silent_run >= MAX_SILENT_RUN
+        return self.utterance.limits.is_over(self.num_drawn) or self.silent_run >= MAX_SILENT_RUN
 
 
 @dataclass(slots=True)
 class Launched:
-    """What a step did, for the scheduler."""
+    """What a launch has begun, for the scheduler."""
+
+    fed: list[tuple[TalkerRow, int]] = field(default_factory=list)  # rows taken of the part
+    solved: list[tuple[FlowStep, bool]] = field(default_factory=list)  # has mel
+    voiced: list[tuple[HiftRow, int]] = field(default_factory=list)  # samples
+    blocked: list[TalkerRow | FlowStep] = field(default_factory=list)
+    faults: list[tuple[Lane, SpeechError]] = field(default_factory=list)
+    has_new_voice: bool = False  # those who wait for one may try again
+
+
+@dataclass(slots=True)
+class Landed:
+    """What has come back, for the scheduler."""
 
     talked: list[tuple[TalkerRow, int, bool]] = field(default_factory=list)  # kept tokens, is it the end
-    solved: list[tuple[FlowStep, bool]] = field(default_factory=list)  # has mel
     sounded: list[tuple[HiftRow, bytes]] = field(default_factory=list)
-    blocked: list[Lane] = field(default_factory=list)
     faults: list[tuple[Lane, SpeechError]] = field(default_factory=list)
+    num_flights: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -133,13 +162,34 @@ class Models:
         return self.flow.device
 
 
+class Spoken(NamedTuple):
+    """A row under way, with what it belongs to: the lane may have another part, or tenant, when it lands."""
+
+    row: TalkerRow
+    segment: Segment
+
+
 class Runner:
     """One object per lane, by index; only this class writes the device."""
 
-    def __init__(self, models: Models, *, lanes: int, rows_per_launch: int, prompt_remainder: int = 0) -> None:
+    def __init__(
+        self,
+        models: Models,
+        *,
+        lanes: int,
+        rows_per_launch: int,
+        prompt_remainder: int = 0,
+        costs: Costs | None = None,
+    ) -> None:
         self.models = models
         self.rows_per_launch = rows_per_launch
+        self.costs = costs or Costs()
+        self.seconds = dict.fromkeys((TALKER, FLOW, HIFT), 0.0)  # of the device, since the start
+        self.talkers = TalkerLanes(models.talker, models.talker_store, lanes=lanes, rows_per_launch=rows_per_launch)
         self.prefixes = Prefixes(models.flow, models.flow_store, prompt_remainder)
+        self._talking: Stream[Landed] = Stream(models.device, priority=-1)
+        self._sounding: Stream[Landed] = Stream(models.device)
+        self._no_mel = torch.empty(models.flow.shape.mel, 0, device=models.device)
         self._lanes: list[dict[Part, Segment]] = [{} for _ in range(lanes)]
         self._leases = [0] * lanes
 
@@ -159,27 +209,30 @@ class Runner:
             raise TextTooLong(f"the flow needs {pages} pages at least for this text, its cache holds {limit}")
 
     def seat(self, lane: Lane, part: Part, utterance: Utterance) -> None:
-        """Gives a part to its lane; the scheduler has checked the lease."""
+        """Gives a part to its lane; the scheduler has checked the lease. A new voice's prompt is begun at once."""
         assert not self._lanes[lane.index] or self._leases[lane.index] == lane.lease, f"{lane} was never freed"
         self._leases[lane.index] = lane.lease
         silence = SilentRunFilter(self.models.silent_ids)
         self._lanes[lane.index][part] = Segment(utterance, part, silence)
+        if utterance.is_streaming:
+            with self._sounding.current():
+                self.prefixes.begin(utterance.voice)
 
     def free(self, lane: Lane) -> None:
-        """Gives back all that the lane holds. A lane that never got a part holds nothing."""
+        """Gives back all that the lane holds. A lane that never got a part holds nothing.
+
+        What is in flight for it may still write there: before anything that a later tenant launches.
+        """
         if self._leases[lane.index] == lane.lease:
             for segment in self._lanes[lane.index].values():
-                self._release(segment)
+                self._release_talker(lane, segment)
+                self._release_flow(segment)
             self._lanes[lane.index].clear()
 
-    def _release(self, segment: Segment) -> None:
-        self._release_talker(segment)
-        self._release_flow(segment)
-        segment.hift = segment.mel = None
-
-    def _release_talker(self, segment: Segment) -> None:
-        self.models.talker_store.pool.release(segment.pages)
-        segment.pages, segment.prompt_rows = [], None
+    def _release_talker(self, lane: Lane, segment: Segment) -> None:
+        if segment.has_talker:
+            self.talkers.free(lane.index)
+        segment.has_talker, segment.is_talked = False, True
 
     def _release_flow(self, segment: Segment) -> None:
         if segment.flow is not None:
@@ -190,187 +243,256 @@ class Runner:
         assert self._leases[row.lane.index] == row.lane.lease, f"{row.lane} has another tenant"
         return self._lanes[row.lane.index][row.part]
 
-    # One step
+    # One turn
+
+    @property
+    def room(self) -> Room:
+        talking, sounding = self._talking, self._sounding
+        return Room(
+            talker=max(talking.in_flight(TALKER), talking.in_flight(PREFILL)) < IN_FLIGHT,
+            flow=sounding.in_flight(FLOW) + sounding.in_flight(WHOLE) < IN_FLIGHT,
+            is_idle=talking.is_idle and sounding.is_idle and not self.prefixes.is_solving,
+        )
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Launched:
-        """Runs every row of the plan. Raises EngineFault if the device can't be trusted any more."""
-        done = Launched()
-        self._in_groups(plan.hift, self._sound, done)
-        self._in_groups(plan.flow, self._solve, done)
-        self._in_groups(plan.talker, self._talk, done)
+        """Enqueues every row of the plan. Raises EngineFault if the device can't be trusted any more."""
+        done, room = Launched(), self.room
+        with self._sounding.current():
+            self._in_groups(plan.hift, self._sound, done)
+            if room.flow:
+                self._launch_flow(plan.flow, done)
+        with self._talking.current():
+            self._in_groups(plan.talker, self._talk, done)
         return done
 
-    def _in_groups(
-        self, rows: Sequence[Row], kernel: Callable[[Sequence[Row], Launched], None], done: Launched
-    ) -> None:
+    def collect(self) -> Landed:
+        """What has landed since the last call. Raises EngineFault if the device can't be trusted any more."""
+        landed = Landed()
+        try:
+            for stream in (self._sounding, self._talking):
+                for flight in stream.landed():
+                    landed.num_flights += 1
+                    self.costs.add(flight.stage, flight.rows, flight.seconds)
+                    self.seconds[MODEL_OF[flight.stage]] += flight.seconds
+                    if flight.land is not None:
+                        flight.land(landed)
+        except Exception as error:
+            raise EngineFault("a launch has failed on the device") from error
+        return landed
+
+    def _in_groups(self, rows: Sequence[Row], kernel: Kernel[Row], done: Launched) -> None:
         for start in range(0, len(rows), self.rows_per_launch):
-            group = rows[start : start + self.rows_per_launch]
-            try:
-                kernel(group, done)
-            except Exception as error:
-                if len(group) > 1 or self.models.device.type == "cuda":
-                    raise EngineFault(f"a launch of {len(group)} rows failed") from error
-                logger.exception("lane %s failed", group[0].lane)
-                done.faults.append((group[0].lane, LaneFault("this context's input broke the model")))
+            self._guarded(rows[start : start + self.rows_per_launch], kernel, done)
+
+    def _guarded(self, rows: Sequence[Row], kernel: Kernel[Row], done: Launched) -> None:
+        """A row alone on the CPU may fail without harm to the others. Raises EngineFault for any other failure."""
+        try:
+            kernel(rows, done)
+        except Exception as error:
+            if len(rows) != 1 or self.models.device.type == "cuda":
+                raise EngineFault(f"a launch of {len(rows)} rows failed") from error
+            logger.exception("lane %s failed", rows[0].lane)
+            done.faults.append((rows[0].lane, LaneFault("this context's input broke the model")))
 
     # Talker
 
     def _talk(self, rows: Sequence[TalkerRow], done: Launched) -> None:
-        ready = [(row, segment) for row in rows if (segment := self._talker_ready(row, done)) is not None]
-        if not ready:
-            return
-        inputs = torch.cat([self._talker_input(row, segment) for row, segment in ready])  # [N, H]
-        spans = [Span(segment.pages, row.start, row.count) for row, segment in ready]
-        hidden = self.models.talker.extend(inputs, spans, self.models.talker_store)  # [B, H]
-        drawing = [i for i, (row, segment) in enumerate(ready) if _ends_prompt(row, segment)]
-        codes = dict(zip(drawing, self._draw(hidden, [ready[i][1] for i in drawing], drawing), strict=True))
-        for i, (row, segment) in enumerate(ready):
-            if i not in codes:
-                done.talked.append((row, 0, False))
-            elif (code := codes[i]) is None:
-                done.faults.append((row.lane, LaneFault("the talker gave no finite scores")))
+        chunks, ending, steps = [], [], []
+        for row in rows:
+            segment = self._segment(row)
+            if not row.is_prompt:
+                steps.append(Spoken(row, segment))
+                done.fed.append((row, row.start + 1))
+            elif (start := self._talker_start(row, segment)) is None:
+                done.blocked.append(row)
             else:
-                done.talked.append((row, *self._add(segment, code)))
+                upto = min(start + row.rows, segment.utterance.prefill_rows)
+                chunks.append((row.lane.index, start, upto - start))
+                done.fed.append((row, upto))
+                if upto == segment.utterance.prefill_rows:
+                    ending.append(Spoken(row, segment))
+        if chunks:
+            with self._talking.launch(PREFILL, sum(count for _, _, count in chunks)) as flight:
+                flight.land = partial(self._land_ids, ending, self.talkers.prefill(chunks))
+        if steps:
+            with self._talking.launch(TALKER, len(steps)) as flight:
+                ticket = self.talkers.decode([row.lane.index for row, _ in steps])
+                flight.land = partial(self._land_ids, steps, ticket)
 
-    def _talker_ready(self, row: TalkerRow, done: Launched) -> Segment | None:
-        """The segment, with its prompt laid out and pages for all it may ever write."""
-        segment = self._segment(row)
+    def _talker_start(self, row: TalkerRow, segment: Segment) -> int | None:
+        """The first row of the prompt that is still to be fed. None: there are no pages for a new talker."""
         if row.start > 0:
-            return segment
+            return row.start
+        used = segment.utterance
+        prompt = self.models.talker.prompt_ids(used.prompt.prompt_text, used.prompt.text, used.speech)
+        settings = {"sampling": used.sampling, "seed": used.seed, "clause": segment.clause, "limits": used.limits}
         try:
-            self.models.talker_store.cover(segment.pages, segment.utterance.most_rows)
+            start = self.talkers.seat(row.lane.index, prompt, **settings)
         except OutOfPages:
-            done.blocked.append(row.lane)
             return None
-        segment.prompt_rows = self._prompt_rows(segment.utterance)
-        return segment
+        segment.has_talker = True
+        return start
 
-    def _prompt_rows(self, utterance: Utterance) -> Tensor:
-        prompt, device = utterance.prompt, self.models.device
-        text = [torch.tensor(ids, dtype=torch.int64, device=device) for ids in (prompt.prompt_text, prompt.text)]
-        speech = utterance.voice.tokens if prompt.has_prompt_speech else utterance.voice.tokens[:0]
-        return self.models.talker.prefill_rows(text[0], text[1], speech.to(device))
+    def _land_ids(self, spoken: Sequence[Spoken], ticket: Ticket, landed: Landed) -> None:
+        for (row, segment), code in zip(spoken, ticket.fetch(), strict=True):
+            if segment.is_talked:
+                continue  # launched before the id that ended it was known
+            if code is None:
+                landed.faults.append((row.lane, LaneFault("the talker gave no finite scores")))
+                self._release_talker(row.lane, segment)
+            else:
+                landed.talked.append((row, *self._add(row.lane, segment, code)))
 
-    def _talker_input(self, row: TalkerRow, segment: Segment) -> Tensor:
-        if row.start < segment.utterance.prefill_rows:
-            assert segment.prompt_rows is not None, "laid out at its first row"
-            return segment.prompt_rows[row.start : row.start + row.count]
-        last = torch.tensor(segment.history[-1:], device=self.models.device)
-        return self.models.talker.speech_rows(last)
-
-    def _draw(self, hidden: Tensor, segments: Sequence[Segment], places: list[int]) -> list[int | None]:
-        if not segments:
-            return []
-        chosen = hidden if len(places) == len(hidden) else hidden[torch.tensor(places, device=hidden.device)]
-        return sample(self.models.talker.logits(chosen), [segment.draw() for segment in segments]).fetch()
-
-    def _add(self, segment: Segment, code: int) -> tuple[int, bool]:
+    def _add(self, lane: Lane, segment: Segment, code: int) -> tuple[int, bool]:
         """-> kept tokens, and whether the talker is through."""
         is_stop = code >= self.models.talker.shape.num_codes
         if not is_stop:
             segment.add(code)
         is_end = is_stop or segment.is_over
         if is_end:
-            self._release_talker(segment)
+            self._release_talker(lane, segment)
         return len(segment.tokens), is_end
 
     # Flow
 
-    def _solve(self, rows: Sequence[FlowStep], done: Launched) -> None:
+    def _launch_flow(self, rows: Sequence[FlowStep], done: Launched) -> None:
+        """An Euler step of the streamed rows and of new voices' prompts; the full responses, all ten steps at once."""
+        streamed: list[FlowStep] = []
+        whole: list[FlowStep] = []
+        for row in rows:
+            (streamed if self._segment(row).utterance.is_streaming else whole).append(row)
+        if self.rows_per_launch == 1:
+            self._in_groups(streamed, self._solve, done)
+            self._solve_prompts(self.prefixes.under_way(1), done)
+        else:
+            prompts = self.prefixes.under_way(PREFIX_ROWS)
+            if streamed or prompts:
+                self._guarded(streamed, partial(self._solve, prompts=prompts), done)
+        self._in_groups(whole, self._solve_whole, done)
+
+    def _solve(self, rows: Sequence[FlowStep], done: Launched, prompts: Sequence[FlowRow] = ()) -> None:
         ready: list[tuple[FlowStep, Segment, FlowRow]] = []
         for row in rows:
             segment = self._segment(row)
-            if not segment.utterance.is_streaming:
-                self._solve_whole(row, segment, done)
-            elif (flow := self._flow_ready(row, segment, done)) is not None:
+            if (flow := self._flow_ready(row, segment, done)) is not None:
                 ready.append((row, segment, flow))
-        staged = [flow for _, _, flow in ready if flow.is_staged]
-        if staged:
-            self.models.flow.step(staged, self.models.flow_store)
-        for row, segment, flow in ready:
-            self._end_euler_step(row, segment, flow, done)
+        self._step([*(flow for _, _, flow in ready if flow.is_staged), *prompts])
+        done.has_new_voice |= self.prefixes.settle()
+        ended = [item for item in ready if self._is_hop_solved(item[2])]
+        done.solved += [(row, False) for row, _, flow in ready if not self._is_hop_solved(flow)]
+        self._keep_mels(ended, done)
+
+    def _solve_prompts(self, prompts: Sequence[FlowRow], done: Launched) -> None:
+        """On the CPU: if it fails, so do those who wait for it."""
+        try:
+            self._step(prompts)
+        except Exception:
+            logger.exception("a voice's prompt broke the flow")
+            for name in self.prefixes.give_up(prompts):
+                done.faults += [(lane, LaneFault("this voice broke the model")) for lane in self._lanes_of(name)]
+        done.has_new_voice |= self.prefixes.settle()
+
+    def _step(self, rows: Sequence[FlowRow]) -> None:
+        if rows:
+            with self._sounding.launch(FLOW, sum(num_units(row) for row in rows)):
+                self.models.flow.step(rows, self.models.flow_store)
 
     def _flow_ready(self, row: FlowStep, segment: Segment, done: Launched) -> FlowRow | None:
-        """The flow row with its hop staged and pages for it, or None: it waits for some."""
+        """The flow row with its hop staged and pages for it, or None: it waits for some, or for its voice."""
         flow, store = self.models.flow, self.models.flow_store
         try:
             state = segment.flow = segment.flow or self.prefixes.row(segment.utterance.voice)
+            if state is None:
+                done.blocked.append(row)
+                return None
             if row.is_new_hop and not state.is_staged:
-                flow.begin(state, segment.tokens[segment.num_fed : row.upto], row.is_final)
-                segment.num_fed = row.upto
+                flow.begin(state, segment.tokens[segment.num_given : row.upto], row.is_final)
+                segment.num_given = row.upto
             if state.is_staged:
                 self.prefixes.make_room(lambda: flow.reserve(state, store))
         except OutOfPages:
-            done.blocked.append(row.lane)
+            done.blocked.append(row)
             return None
         except FlowError as error:
             done.faults.append((row.lane, TextTooLong(str(error))))
             return None
         return state
 
-    def _end_euler_step(self, row: FlowStep, segment: Segment, flow: FlowRow, done: Launched) -> None:
-        if flow.is_staged and flow.steps_done < self.models.flow.shape.steps:
-            done.solved.append((row, False))
-            return
-        mel = self.models.flow.finish(flow) if flow.is_staged else self._no_mel()
-        if row.is_final:
-            self._release_flow(segment)
-        self._keep_mel(row, segment, mel, done)
+    def _is_hop_solved(self, flow: FlowRow) -> bool:
+        return not flow.is_staged or flow.steps_done == self.models.flow.shape.steps
 
-    def _no_mel(self) -> Tensor:
-        return torch.empty(self.models.flow.shape.mel, 0, device=self.models.device)
-
-    def _solve_whole(self, row: FlowStep, segment: Segment, done: Launched) -> None:
-        """Full response: bidirectional attention over all tokens."""
-        voice = self.prefixes.whole(segment.utterance.voice)
-        try:
-            (mel,) = self.models.flow.offline_all([(voice, segment.tokens)])
-        except FlowError as error:
-            done.faults.append((row.lane, TextTooLong(str(error))))
+    def _keep_mels(self, ended: Sequence[tuple[FlowStep, Segment, FlowRow]], done: Launched) -> None:
+        """Takes the mels off their pages, which a last hop gives back at once: whatever follows is launched later."""
+        if not ended:
             return
-        self._keep_mel(row, segment, mel, done)
+        flow, store = self.models.flow, self.models.flow_store
+        healths = torch.stack(flow.faults([state for _, _, state in ended], store))
+        for (row, segment, state), health in zip(ended, healths, strict=True):
+            segment.mel = flow.finish(state) if state.is_staged else self._no_mel
+            segment.health = health
+            if row.is_final:
+                self._release_flow(segment)
+            done.solved.append((row, True))
 
-    def _keep_mel(self, row: FlowStep, segment: Segment, mel: Tensor, done: Launched) -> None:
-        if not bool(mel.isfinite().all()):
-            done.faults.append((row.lane, LaneFault("the flow gave no finite mel")))
-            return
-        segment.mel = mel
-        done.solved.append((row, True))
+    def _solve_whole(self, rows: Sequence[FlowStep], done: Launched) -> None:
+        """Full responses: attention in both directions over all tokens."""
+        segments = [self._segment(row) for row in rows]
+        requests = [(self.prefixes.whole(one.utterance.voice), one.tokens) for one in segments]
+        with self._sounding.launch(WHOLE, len(rows)):
+            mels = self.models.flow.offline_all(requests)
+            for row, segment, mel in zip(rows, segments, mels, strict=True):
+                segment.mel, segment.health = mel, mel.sum() * 0
+                done.solved.append((row, True))
 
     # HiFT
 
     def _sound(self, rows: Sequence[HiftRow], done: Launched) -> None:
         segments = [self._segment(row) for row in rows]
-        states = [segment.hift or self.models.hift.begin() for segment in segments]
-        mels = [segment.mel for segment in segments if segment.mel is not None]
-        assert len(mels) == len(segments), "only rows with mel are planned"
-        try:
+        with self._sounding.launch(HIFT, len(rows)) as flight:
+            states = [segment.hift or self.models.hift.begin() for segment in segments]
+            mels = [segment.mel for segment in segments if segment.mel is not None]
+            healths = [segment.health for segment in segments if segment.health is not None]
+            assert len(mels) == len(healths) == len(segments), "only rows with mel are planned"
             waves = self.models.hift.push(states, mels, [row.is_final for row in rows])
-        except NoiseTooShort as error:
-            done.faults += [(row.lane, TextTooLong(str(error))) for row in rows]
-            return
-        for row, segment, state, wave in zip(rows, segments, states, waves, strict=True):
-            self._keep_wave(row, segment, state, wave.float().cpu(), done)
+            lengths = [len(wave) for wave in waves]
+            flat = torch.cat([*waves, torch.stack(healths)]).float().to("cpu", non_blocking=True)
+            flight.land = partial(self._land_pcm, rows, lengths, flat)
+        for row, segment, state, length in zip(rows, segments, states, lengths, strict=True):
+            segment.hift, segment.mel, segment.health = state, None, None
+            if row.is_final:
+                segment.hift = None
+                del self._lanes[row.lane.index][row.part]
+            done.voiced.append((row, length))
 
-    def _keep_wave(self, row: HiftRow, segment: Segment, state: HiftState, wave: Tensor, done: Launched) -> None:
-        if not bool(wave.isfinite().all()):
-            done.faults.append((row.lane, LaneFault("the vocoder gave no finite samples")))
-            return
-        segment.hift, segment.mel = state, None
-        if row.is_final:
-            self._release(segment)
-            del self._lanes[row.lane.index][row.part]
-        done.sounded.append((row, wave.numpy().tobytes()))
+    def _land_pcm(self, rows: Sequence[HiftRow], lengths: Sequence[int], flat: Tensor, landed: Landed) -> None:
+        """flat: the waves end to end, float32, and behind them the health of each row's mel."""
+        *waves, healths = np.split(flat.numpy(), np.cumsum(lengths))
+        for row, wave, health in zip(rows, waves, healths, strict=True):
+            if not np.isfinite(health):
+                landed.faults.append((row.lane, LaneFault("the flow gave no finite mel")))
+            elif not np.isfinite(wave).all():
+                landed.faults.append((row.lane, LaneFault("the vocoder gave no finite samples")))
+            else:
+                landed.sounded.append((row, wave.tobytes()))
 
     # How full it is
 
     def segments(self) -> Iterator[Segment]:
         return (segment for lane in self._lanes for segment in lane.values())
 
+    def _lanes_of(self, voice: str) -> list[Lane]:
+        """Who speaks with a voice and has no flow row yet."""
+        return [
+            Lane(index, self._leases[index])
+            for index, lane in enumerate(self._lanes)
+            if any(one.utterance.voice.id == voice and one.flow is None for one in lane.values())
+        ]
+
     @property
     def talker_pages(self) -> int:
-        return self.models.talker_store.pool.num_used
+        """Of lanes; what is kept of prompts is counted apart."""
+        return self.talkers.num_pages
 
     @property
     def flow_pages(self) -> int:
@@ -381,9 +503,23 @@ class Runner:
     def hift_states(self) -> int:
         return sum(segment.hift is not None for segment in self.segments())
 
+    @property
+    def cache_bytes(self) -> int:
+        """Of all pages in use."""
+        talker, flow = self.models.talker_store, self.models.flow_store
+        of_talker = talker.pool.num_used * talker.kv.nbytes // talker.pool.num_pages
+        return of_talker + flow.pool.num_used * FlowStore.page_bytes(flow.shape, flow.data.dtype)
 
-def _ends_prompt(row: TalkerRow, segment: Segment) -> bool:
-    return row.start + row.count >= segment.utterance.prefill_rows
+
+def num_units(row: FlowRow) -> int:
+    """Chunks of a row under solution."""
+    assert row.staged is not None, "only staged rows take a step"
+    return -(-(row.staged.end - row.staged.start) // CHUNK_FRAMES)
+
+
+def on_device(x: Tensor, device: torch.device) -> Tensor:
+    """A copy that doesn't wait for what the stream has to do before it."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 class Prefixes:
@@ -392,16 +528,21 @@ class Prefixes:
     A row's first hop ends at the first chunk boundary after its prompt, so a prompt that ends shortly before one is
     heard sooner. With a remainder of 1..24 the flow leaves out as much of a prompt's start as makes it that many
     tokens longer than a whole number of chunks. The talker keeps all of it: its prompt must match the transcript.
+
+    A prompt is solved like a row, packed with others, as soon as its voice is named. No row is born before it is done.
     """
 
     def __init__(self, flow: Flow, store: FlowStore, remainder: int = 0) -> None:
         self.flow, self.store, self.remainder = flow, store, remainder
         self._voices: OrderedDict[str, tuple[FlowVoice, FlowVoice]] = OrderedDict()  # whole, trimmed
+        self._begun: dict[str, FlowRow] = {}
+        self._wanted: set[str] = set()  # of those begun: a row waits for it
         self._solved: OrderedDict[str, FlowPrefix] = OrderedDict()
 
     @property
     def num_pages(self) -> int:
-        return sum(len(prefix.pages) for prefix in self._solved.values())
+        held = (*self._solved.values(), *self._begun.values())
+        return sum(len(prefix.pages) for prefix in held)
 
     def prompt_tokens(self, voice: Voice) -> int:
         """Of a streamed row."""
@@ -420,8 +561,8 @@ class Prefixes:
 
     def _on_device(self, voice: Voice) -> tuple[FlowVoice, FlowVoice]:
         if voice.id not in self._voices:
-            device, left_out = self.flow.device, len(voice.tokens) - self.prompt_tokens(voice)
-            mel, embedding = (x.to(device) for x in (voice.mel, voice.embedding))
+            left_out = len(voice.tokens) - self.prompt_tokens(voice)
+            mel, embedding = (on_device(x, self.flow.device) for x in (voice.mel, voice.embedding))
             trimmed = FlowVoice(voice.tokens[left_out:], mel[FRAMES_PER_TOKEN * left_out :], embedding)
             self._voices[voice.id] = FlowVoice(voice.tokens, mel, embedding), trimmed
             if len(self._voices) > MAX_VOICES:
@@ -429,13 +570,67 @@ class Prefixes:
         self._voices.move_to_end(voice.id)
         return self._voices[voice.id]
 
-    def row(self, voice: Voice) -> FlowRow:
-        """A fresh row behind the voice's shared pages. Raises OutOfPages if they can't be solved now."""
-        on_device = self.voice(voice)
+    # Solving
+
+    def begin(self, voice: Voice) -> None:
+        """Has the prompt solved by the next launches, if it isn't yet."""
+        if voice.id in self._solved or voice.id in self._begun:
+            return
+        row = self.flow.row(self.voice(voice))
+        if self.flow.begin(row, (), is_final=False):
+            self._begun[voice.id] = row
+        else:
+            self._solved[voice.id] = self.flow.prefix(row, self.store)
+
+    @property
+    def is_solving(self) -> bool:
+        return bool(self._begun)
+
+    def under_way(self, most: int) -> list[FlowRow]:
+        """The first of those begun, with pages for them. One that finds none is given up until it is wanted again;
+        only for one that a row waits for do others go."""
+        rows: list[FlowRow] = []
+        for name, row in list(self._begun.items()):
+            if len(rows) == most:
+                break
+            try:
+                if name in self._wanted:
+                    self.make_room(partial(self.flow.reserve, row, self.store))
+                else:
+                    self.flow.reserve(row, self.store)
+            except OutOfPages:
+                self.give_up([row])
+            else:
+                rows.append(row)
+        return rows
+
+    def settle(self) -> bool:
+        """Keeps the prompts that are solved to their end. -> whether there were any."""
+        steps = self.flow.shape.steps
+        names = [name for name, row in self._begun.items() if row.steps_done == steps]
+        for name in names:
+            row = self._begun.pop(name)
+            self._wanted.discard(name)
+            self.flow.finish(row)
+            self._solved[name] = self.flow.prefix(row, self.store)
+        return bool(names)
+
+    def give_up(self, rows: Sequence[FlowRow]) -> list[str]:
+        """Forgets prompts that were begun. -> the voices' names."""
+        names = [name for name, row in self._begun.items() if row in rows]
+        for name in names:
+            self._begun.pop(name).close(self.store)
+            self._wanted.discard(name)
+        return names
+
+    def row(self, voice: Voice) -> FlowRow | None:
+        """A fresh row behind the voice's shared pages. None: they are being solved."""
+        self.begin(voice)
         if voice.id not in self._solved:
-            self._solved[voice.id] = self.make_room(lambda: self.flow.solve_prefix(on_device, self.store))
+            self._wanted.add(voice.id)
+            return None
         self._solved.move_to_end(voice.id)
-        return self.flow.row(on_device, self.store, self._solved[voice.id])
+        return self.flow.row(self.voice(voice), self.store, self._solved[voice.id])
 
     def make_room(self, attempt: Callable[[], Result]) -> Result:
         """Tries again after each prefix that is given up. Raises OutOfPages when none is left to give."""

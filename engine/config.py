@@ -136,7 +136,11 @@ class EngineConfig(_Table):
     talker_pages: int = 0  # of 32 rows; 0: enough for every lane
     flow_pages: int = 0  # of 50 frames; 0: enough for every lane, as far as the memory goes
     lookahead_s: float = 2.0  # audio's worth of tokens that a talker may be ahead of its credit
-    prefill_rows: int = 512  # of one prompt and one step
+    prefill_rows: int = 512  # of all prompts, in one step
+    flow_rows: int = 64  # of one flow launch at most
+    flow_rows_least: int = 32  # as few as that, if the most urgent row's listener runs dry soon
+    share: float = 0.0  # of the device that listeners may take by measured costs, 0.1 to 1; 0: lanes alone are counted
+    graphs: bool = True  # captured at the start, on CUDA; false: eager
     prompt_remainder: int = 0  # the flow's prompts lose their start, up to n * 25 + this many tokens; 0: they don't
     clause_tokens: int = 400  # text tokens of one clause, prompt not counted
     clauses: int = 512  # waiting in one context
@@ -156,6 +160,9 @@ class EngineConfig(_Table):
         _require("[engine] waiting", self.waiting, 0, 100_000)
         _require("[engine] lookahead_s", self.lookahead_s, 0.0, 600.0)
         _require("[engine] prompt_remainder", self.prompt_remainder, 0, 24)
+        _require("[engine] flow_rows_least", self.flow_rows_least, 1, 4_096)
+        _require("[engine] flow_rows", self.flow_rows, self.flow_rows_least, 4_096)
+        _require("[engine] share", self.share, 0.1 if self.share else 0.0, 1.0)
         _require("[engine] prefill_rows", self.prefill_rows, 1, 65_536)
         _require("[engine] clause_tokens", self.clause_tokens, 1, 8_192)
         _require("[engine] threads", self.threads, 0, 1_024)

@@ -15,7 +15,8 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass, fields, replace
 from functools import partial
 
-from engine.batch import EngineFault, Launched, Runner, Utterance, part_limits
+from engine.batch import EngineFault, Landed, Launched, Runner, Utterance, part_limits
+from engine.costs import FLOW, HIFT, TALKER
 from engine.frontend import Tokenizer, assemble, choose_mode, segments
 from engine.messages import (
     SAMPLE_RATE_HZ,
@@ -51,6 +52,8 @@ WARM_LINK = -1  # no gateway: the engine speaks to itself before it is ready
 # The sum of money wakes the normaliser's grammars.
 WARM_TEXT = "One, two, three, and here we go, for $4."
 QUEUE_CHECK_S = 0.1
+POLL_S = 1e-4  # between two looks at what is in flight
+REPLAN_S = 5e-3  # while nothing happens: listeners' leads shrink, and talkers that rest may go on
 
 
 # What comes in
@@ -232,7 +235,9 @@ class Engine:
         self.inbox = Inbox()
         self.num_steps = 0
         self._links: set[int] = set()
-        self._is_idle = True
+        self.host_s = 0.0  # of this thread's turns; on the CPU the models' time is in it
+        self._has_launched = False
+        self._plan_by_s = 0.0
         self._is_stopping = False
         self._gauged_at = clock()
         self._gauged_ends = 0
@@ -251,20 +256,35 @@ class Engine:
         self._deliver()
 
     def step(self) -> None:
-        for item in self.inbox.drain(self._patience_s()):
-            self._take(item)
+        """One turn: take what came, deliver what has landed, plan, launch. It waits only if there is nothing to do."""
+        items = self.inbox.drain(self._patience_s())
         started = self.clock()
-        plan = self.scheduler.plan(started)
-        self._free()  # of cancelled tenants, before the next ones of their lanes run
-        self._report(self.runner.launch(plan))
-        self._free()
-        self._start_text_work()  # of new tenants: their lanes are empty now
+        for item in items:
+            self._take(item)
+        landed = self.runner.collect()
+        self._report_landed(landed)
+        self._hand_out()  # before the next launch: on the CPU that is where the time goes
+        if items or landed.num_flights or self._has_launched or started >= self._plan_by_s:
+            self._launch(started)
         self._gauge(started)
-        self._deliver()
-        self._is_idle = plan.is_empty
-        if not plan.is_empty:
+        self._hand_out()
+        self.host_s += self.clock() - started
+
+    def _launch(self, now: float) -> None:
+        plan = self.scheduler.plan(now, self.runner.room)
+        self._free()  # of whoever has just ended, before the next tenant of the lane runs
+        self._report_launched(self.runner.launch(plan))
+        self._has_launched = not plan.is_empty
+        self._plan_by_s = now + REPLAN_S
+        if self._has_launched:
             self.num_steps += 1
-            self._step_s += 0.1 * (self.clock() - started - self._step_s)
+            self._step_s += 0.1 * (self.clock() - now - self._step_s)
+
+    def _hand_out(self) -> None:
+        """Frees what has ended, then says so; then the new tenants' text work may begin: their lanes are empty."""
+        self._free()
+        self._start_text_work()
+        self._deliver()
 
     def warm(self) -> None:
         """Speak a sentence with every voice, so that no caller pays for first times. Raises EngineFault."""
@@ -283,9 +303,11 @@ class Engine:
         self.inbox.put(*(Said(WARM_LINK, message) for message in messages))
 
     def _patience_s(self) -> float:
-        """How long to wait for a message: not at all while there is work."""
-        if not self._is_idle:
+        """How long to wait for a message: not at all while there is work, hardly while some is in flight."""
+        if self._has_launched:
             return 0.0
+        if not self.runner.room.is_idle:
+            return POLL_S
         return QUEUE_CHECK_S if self.scheduler.num_waiting else self.gauges_s
 
     def _take(self, item: Item) -> None:
@@ -340,18 +362,32 @@ class Engine:
             for number, utterance in enumerate(utterances):
                 self.runner.seat(lane, Part(clause, number), utterance)
 
-    def _report(self, launched: Launched) -> None:
-        now = self.clock()
-        for hift, pcm in launched.sounded:
-            self.scheduler.sounded(hift, pcm, now)
+    def _report_launched(self, launched: Launched) -> None:
+        scheduler = self.scheduler
+        for hift, samples in launched.voiced:
+            scheduler.voiced(hift, samples)
         for flow, has_mel in launched.solved:
-            self.scheduler.solved(flow, has_mel=has_mel)
-        for talker, tokens, is_end in launched.talked:
-            self.scheduler.talked(talker, tokens, is_end=is_end)
-        for lane in launched.blocked:
-            self.scheduler.blocked(lane)
+            scheduler.solved(flow, has_mel=has_mel)
+        for talker, upto in launched.fed:
+            scheduler.fed(talker, upto)
+        for row in launched.blocked:
+            scheduler.blocked(row)
+        if launched.has_new_voice:
+            scheduler.unblock()
         for lane, error in launched.faults:
-            self.scheduler.failed(lane, error)
+            scheduler.failed(lane, error)
+
+    def _report_landed(self, landed: Landed) -> None:
+        """What is there now; a lane whose tenant has ended meanwhile hears nothing of it."""
+        scheduler, now = self.scheduler, self.clock()
+        for hift, pcm in landed.sounded:
+            if scheduler.is_current(hift.lane):
+                scheduler.sounded(hift, pcm, now)
+        for talker, tokens, is_end in landed.talked:
+            if scheduler.is_current(talker.lane):
+                scheduler.talked(talker, tokens, is_end=is_end)
+        for lane, error in landed.faults:
+            scheduler.failed(lane, error)
 
     def _free(self) -> None:
         lanes, self.scheduler.freed = self.scheduler.freed, []
@@ -376,6 +412,11 @@ class Engine:
             voice_pages=self.runner.prefixes.num_pages,
             steps=self.num_steps,
             step_ms=1e3 * self._step_s,
+            talker_s=self.runner.seconds[TALKER],
+            flow_s=self.runner.seconds[FLOW],
+            hift_s=self.runner.seconds[HIFT],
+            host_s=self.host_s,
+            cache_bytes=self.runner.cache_bytes,
         )
 
     def _gauge(self, now: float) -> None:

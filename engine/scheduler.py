@@ -9,17 +9,21 @@ order; each part of one goes through three stages, and a stage's state is a few 
 
 The hop schedule is a function of token counts alone, never of timing, so that a context sounds the same alone and
 in a crowd. The earliest audio deadline goes first: the moment when the listener runs dry. A new context is due now.
+
+A launch returns before its results are there. What is known at the launch is told at the launch (`fed`, `solved`,
+`voiced`), so that the next step of a row can be launched behind it; ids and samples are told when they have landed
+(`talked`, `sounded`). On the CPU both happen in the same turn.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
+from engine.costs import FLOW, Costs, Mean
 from engine.messages import (
     SAMPLE_RATE_HZ,
     Audio,
@@ -39,7 +43,6 @@ from engine.messages import (
 )
 
 logger = logging.getLogger(__name__)
-Row = TypeVar("Row")
 
 SAMPLES_PER_TOKEN = 960
 HOP_TOKENS = 25
@@ -86,6 +89,7 @@ class Restarting(SpeechError):
 
 
 RETRY_AFTER_MS = 1_000
+LONGEST_RETRY_MS = 60_000
 
 
 class Key(NamedTuple):
@@ -124,16 +128,15 @@ class Lengths:
         return HOP_TOKENS - self.prompt_tokens % HOP_TOKENS
 
 
-@dataclass(frozen=True, slots=True)
-class TalkerRow:
+class TalkerRow(NamedTuple):
     lane: Lane
     part: Part
     start: int  # rows fed before
-    count: int  # rows of this step: part of the prefill, or 1
+    rows: int  # of this step: part of the prompt, or 1
+    is_prompt: bool
 
 
-@dataclass(frozen=True, slots=True)
-class FlowRow:
+class FlowRow(NamedTuple):
     """One Euler step; with `is_new_hop` the tokens up to `upto` are staged first."""
 
     lane: Lane
@@ -143,8 +146,7 @@ class FlowRow:
     is_final: bool
 
 
-@dataclass(frozen=True, slots=True)
-class HiftRow:
+class HiftRow(NamedTuple):
     lane: Lane
     part: Part
     is_final: bool
@@ -161,6 +163,15 @@ class Plan:
     @property
     def is_empty(self) -> bool:
         return not (self.talker or self.flow or self.hift)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What the device can take in this turn."""
+
+    talker: bool = True
+    flow: bool = True
+    is_idle: bool = True  # nothing is under way: no result will come by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,21 +236,27 @@ class _Context:
     next_clause: int = 0
     runs: deque[_Run] = field(default_factory=deque)
     samples: int = 0
+    samples_coming: int = 0  # launched, not landed
     tokens: int = 0
     due_s: float = 0.0  # when the listener runs dry
     served_s: float = 0.0
     first_clause_s: float | None = None
     first_audio_s: float | None = None
-    is_blocked: bool = False  # no free pages at its last try
+    lacks_talker_pages: bool = False  # at its last try
+    lacks_flow_pages: bool = False  # or its voice's prompt is still being solved
 
     @property
     def is_streaming(self) -> bool:
         return self.opened.streaming
 
     @property
+    def is_blocked(self) -> bool:
+        return self.lacks_talker_pages or self.lacks_flow_pages
+
+    @property
     def is_resting(self) -> bool:
         """Is all that the listener granted already made?"""
-        return self.credit is not None and self.samples >= self.credit
+        return self.credit is not None and self.samples + self.samples_coming >= self.credit
 
     @property
     def samples_ahead(self) -> int:
@@ -253,14 +270,18 @@ class Limits:
 
     lanes: int
     waiting: int = 64
-    rows: int = 0  # per stage and step; 0: all
     is_serial: bool = False  # one row of one stage per step: the most urgent one (a CPU has nothing to overlap)
     lookahead_samples: int = 2 * SAMPLE_RATE_HZ
-    prefill_rows: int = 512  # of one lane and one step
+    prefill_rows: int = 512  # of prompts, in one step
+    flow_rows: int = 64  # of one flow launch at most
+    flow_rows_least: int = 32  # and at least, however urgent the first of them: smaller ones cost more for each row
+    share: float = 0.0  # of each stream's time that listeners may take, by measured costs; 0: lanes alone are counted
     prepared_clauses: int = 3  # text work ahead of the voice
     clauses: int = 512  # of one context, not yet spoken
     waiting_s: float = 10.0
     ageing_s: float = 5.0  # a lane far ahead of its listener is served again after this at the latest
+    pressed_s: float = 0.5  # while somebody runs dry within this time,
+    rest_s: float = 2.0  # talkers that are further ahead of their listeners rest
 
 
 class Scheduler:
@@ -270,8 +291,11 @@ class Scheduler:
     `freed`, and must be emptied before `outgoing` is delivered: Cancelled means that all is free.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, costs: Costs | None = None) -> None:
         self.limits = limits
+        self.costs = costs or Costs()
+        self.places = limits.lanes  # lanes that are given out; fewer than all where the device couldn't play so many
+        self.queued_s = Mean()  # from a context's Open to its lane
         self.outgoing: list[tuple[int, ToGateway]] = []
         self.freed: list[Lane] = []
         self.preparations: list[Preparation] = []
@@ -281,10 +305,14 @@ class Scheduler:
         self._tenants: list[_Context | None] = [None] * limits.lanes
         self._lease = [0] * limits.lanes
         self._free = list(range(limits.lanes - 1, -1, -1))
+        self._now = 0.0
+        self._ended_s = 0.0
+        self._between_ends_s = Mean()
 
     # What the gateways say
 
     def take(self, link: int, message: ToEngine, now: float) -> None:
+        self._now = now
         key = Key(link, message.context, message.epoch)
         match message:
             case Open():
@@ -316,8 +344,8 @@ class Scheduler:
         if key in self._contexts:
             logger.warning("context %s is open already; the second Open is ignored", key)
             return
-        if not self._free and len(self._waiting) >= self.limits.waiting:
-            full = f"all {self.limits.lanes} lanes are taken and {self.limits.waiting} contexts wait"
+        if not self._has_place and len(self._waiting) >= self.limits.waiting:
+            full = f"all {self.places} places are taken and {self.limits.waiting} contexts wait"
             self._say_failed(key, Overloaded(full))
             return
         context = _Context(key, message, since_s=now, due_s=now, served_s=now)
@@ -361,15 +389,27 @@ class Scheduler:
     def is_current(self, lane: Lane) -> bool:
         return self._lease[lane.index] == lane.lease and self._tenants[lane.index] is not None
 
+    @property
+    def _has_place(self) -> bool:
+        return bool(self._free) and self.lanes_used < self.places
+
+    def admit(self) -> None:
+        """Counts again how many listeners the device can play; whoever is seated stays."""
+        if self.limits.share:
+            limits = self.limits
+            self.places = self.costs.playable(lanes=limits.lanes, flow_rows=limits.flow_rows, share=limits.share)
+            self._seat_waiting()
+
     def _seat_waiting(self) -> None:
         """Who waits takes the free lanes. One may still be in `freed`: it is emptied before its text work begins."""
-        while self._free and self._waiting:
+        while self._has_place and self._waiting:
             context = self._waiting.popleft()
             index = self._free.pop()
             assert self._tenants[index] is None, f"lane {index} is taken"
             self._lease[index] += 1
             self._tenants[index] = context
             context.lane = Lane(index, self._lease[index])
+            self.queued_s.add(self._now - context.since_s)
             self._say(context.key, Opened(context=context.key.context, epoch=context.key.epoch))
             self._prepare_ahead(context)
             self._settle(context)
@@ -386,13 +426,15 @@ class Scheduler:
         self._tenants[index] = None
         self._free.append(index)
         self.freed.append(context.lane)
+        self._between_ends_s.add(self._now - self._ended_s)
+        self._ended_s = self._now
         self.unblock()
         self._seat_waiting()
 
     def unblock(self) -> None:
         """Pages came free: those who waited for some may try again."""
         for context in self._seated():
-            context.is_blocked = False
+            context.lacks_talker_pages = context.lacks_flow_pages = False
 
     def _seated(self) -> Iterator[_Context]:
         return (context for context in self._tenants if context is not None)
@@ -426,15 +468,16 @@ class Scheduler:
 
     # Planning
 
-    def plan(self, now: float) -> Plan:
+    def plan(self, now: float, room: Room = Room()) -> Plan:
         """The rows of the next step, most urgent first."""
+        self._now = now
         self._expire(now)
         urgent = sorted((c for c in self._seated() if c.runs), key=self._deadline_s)
-        plan = self._plan_one(urgent) if self.limits.is_serial else self._plan_all(urgent)
-        if plan.is_empty and (stuck := [c for c in urgent if c.is_blocked]):
+        plan = self._plan_one(urgent) if self.limits.is_serial else self._plan_all(urgent, room, now)
+        if plan.is_empty and room.is_idle and (stuck := [c for c in urgent if c.is_blocked]):
             # Nobody can run and somebody lacks pages: waiting would never end. The least urgent gives way.
             self._fail(stuck[-1], Overloaded("no cache pages are free"))
-            return self.plan(now)
+            return self.plan(now, room)
         return plan
 
     def _deadline_s(self, context: _Context) -> tuple[float, float]:
@@ -446,24 +489,44 @@ class Scheduler:
                 return Plan(hift=(hift,))
             if (flow := self._flow_row(context)) is not None:
                 return Plan(flow=(flow,))
-            if (talker := self._talker_row(context)) is not None:
+            if (talker := self._talker_row(context, self.limits.prefill_rows)) is not None:
                 return Plan(talker=(talker,))
         return Plan()
 
-    def _plan_all(self, urgent: list[_Context]) -> Plan:
-        rows = self.limits.rows or self.limits.lanes
-        talker = (self._talker_row(context) for context in urgent)
-        flow = (self._flow_row(context) for context in urgent)
-        hift = (self._hift_row(context) for context in urgent)
-        return Plan(_first(talker, rows), _first(flow, rows), _first(hift, rows))
+    def _plan_all(self, urgent: list[_Context], room: Room, now: float) -> Plan:
+        hift = tuple(row for context in urgent if (row := self._hift_row(context)) is not None)
+        return Plan(
+            self._talker_rows(urgent, now) if room.talker else (),
+            self._flow_rows(urgent, now) if room.flow else (),
+            hift,
+        )
 
-    def _talker_row(self, context: _Context) -> TalkerRow | None:
+    def _talker_rows(self, urgent: list[_Context], now: float) -> tuple[TalkerRow, ...]:
+        """One row for each lane that may go on; prompts share out the rows of a step in their order."""
+        served = (c for c in urgent if c.is_streaming and not (c.is_resting or c.is_blocked))
+        dry_first = next(served, None)
+        is_pressed = dry_first is not None and dry_first.due_s - now < self.limits.pressed_s
+        rows, prefill = [], self.limits.prefill_rows
+        for context in urgent:
+            if is_pressed and context.due_s - now + context.samples_ahead / SAMPLE_RATE_HZ > self.limits.rest_s:
+                continue
+            row = self._talker_row(context, prefill)
+            if row is not None:
+                rows.append(row)
+                prefill -= row.rows if row.is_prompt else 0
+        return tuple(rows)
+
+    def _talker_row(self, context: _Context, prefill: int) -> TalkerRow | None:
+        if context.lacks_talker_pages:
+            return None
         run = next((run for run in context.runs if not run.is_talked), None)
-        if run is None or run.lengths is None or context.is_blocked or self._is_far_ahead(context):
+        if run is None or run.lengths is None or self._is_far_ahead(context):
             return None
         left = run.lengths.prefill_rows - run.rows_fed
-        count = min(left, self.limits.prefill_rows) if left > 0 else 1
-        return TalkerRow(self._lane(context), run.part, run.rows_fed, count)
+        if left <= 0:
+            return TalkerRow(self._lane(context), run.part, run.rows_fed, 1, is_prompt=False)
+        count = min(left, prefill)
+        return TalkerRow(self._lane(context), run.part, run.rows_fed, count, is_prompt=True) if count else None
 
     def _is_far_ahead(self, context: _Context) -> bool:
         """Has the talker written all that the listener granted, and the look-ahead?"""
@@ -471,9 +534,39 @@ class Scheduler:
             return False
         return context.samples + context.samples_ahead >= context.credit + self.limits.lookahead_samples
 
+    def _flow_rows(self, urgent: list[_Context], now: float) -> tuple[FlowRow, ...]:
+        """The next launch: as large as the slack of its most urgent row allows. A full response is solved in one go,
+        which takes as long as many steps: next to streams only one at a time."""
+        streamed: list[FlowRow] = []
+        whole: list[FlowRow] = []
+        most = self.limits.flow_rows
+        is_streamed = any(context.is_streaming for context in urgent)
+        for context in urgent:
+            if len(streamed) >= most:
+                break
+            row = self._flow_row(context)
+            if row is None:
+                continue
+            if not context.is_streaming:
+                whole.append(row)
+                continue
+            if not streamed:
+                most = self._launch_rows(context, now)
+            streamed.append(row)
+        return (*streamed, *whole[: 1 if is_streamed else self.limits.flow_rows])
+
+    def _launch_rows(self, first: _Context, now: float) -> int:
+        return self.costs.launch_rows(
+            FLOW,
+            least=min(self.limits.flow_rows_least, self.limits.flow_rows),
+            most=self.limits.flow_rows,
+            slack_s=first.due_s - now,
+            steps=EULER_STEPS - first.runs[0].euler_steps,
+        )
+
     def _flow_row(self, context: _Context) -> FlowRow | None:
         run = context.runs[0]
-        if not run.is_ready or run.is_solved or context.is_resting or context.is_blocked:
+        if run.is_solved or run.lengths is None or context.lacks_flow_pages or context.is_resting:
             return None
         if run.euler_steps == 0:
             return self._new_hop(context, run)
@@ -505,25 +598,18 @@ class Scheduler:
         while self._waiting and now - self._waiting[0].since_s > limit:
             self._fail(self._waiting[0], QueueTimeout(f"no lane came free in {limit:g} s"))
 
-    # What the step did
+    # What a launch has begun
 
-    def talked(self, row: TalkerRow, tokens: int, *, is_end: bool) -> None:
-        """The talker took a row's input; the part has `tokens` kept tokens now."""
+    def fed(self, row: TalkerRow, upto: int) -> None:
+        """A row's input is on its way to the talker, which then has taken `upto` rows of the part."""
         context, run = self._run(row.lane, row.part)
         if row.start == 0 and row.part.number == 0:
-            self._say(
-                row.lane, ClauseTaken(context=context.key.context, epoch=context.key.epoch, index=row.part.clause)
-            )
-        run.rows_fed = row.start + row.count
-        run.tokens, run.is_talked = tokens, is_end
-        if is_end and tokens == 0:
-            run.is_solved = run.is_sounded = True
-        if is_end:
-            self._settle(context)
-            self.unblock()  # the talker's pages are back
+            taken = ClauseTaken(context=context.key.context, epoch=context.key.epoch, index=row.part.clause)
+            self._say(row.lane, taken)
+        run.rows_fed = upto
 
     def solved(self, row: FlowRow, *, has_mel: bool) -> None:
-        """An Euler step is done; `has_mel` says that it was the hop's last."""
+        """An Euler step is on its way; `has_mel` says that it is the hop's last."""
         _, run = self._run(row.lane, row.part)
         if row.is_new_hop:
             run.is_final_hop = row.is_final
@@ -538,20 +624,43 @@ class Scheduler:
         if run.is_solved:
             self.unblock()
 
-    def sounded(self, row: HiftRow, pcm: bytes, now: float) -> None:
-        """Samples of a clause are ready to be sent."""
+    def voiced(self, row: HiftRow, samples: int) -> None:
+        """A mel is on its way through the vocoder, which makes so many samples of it."""
         context, run = self._run(row.lane, row.part)
         run.has_mel = False
+        context.samples_coming += samples
+
+    # What has landed
+
+    def talked(self, row: TalkerRow, tokens: int, *, is_end: bool) -> None:
+        """The talker drew an id; the part has `tokens` kept tokens now."""
+        context, run = self._run(row.lane, row.part)
+        run.tokens, run.is_talked = tokens, is_end
+        if is_end and tokens == 0:
+            run.is_solved = run.is_sounded = True
+        if is_end:
+            self._settle(context)
+            self.unblock()  # the talker's pages are back
+
+    def sounded(self, row: HiftRow, pcm: bytes, now: float) -> None:
+        """Samples of a clause are ready to be sent."""
+        self._now = now
+        context, run = self._run(row.lane, row.part)
         run.is_sounded = row.is_final
         if pcm:
+            context.samples_coming -= len(pcm) // 4
             self._say(row.lane, Audio(context=context.key.context, epoch=context.key.epoch, pcm=pcm))
             self._count_samples(context, len(pcm) // 4, now)
         if row.is_final:
             self._settle(context)
 
-    def blocked(self, lane: Lane) -> None:
-        """The row wasn't run: no pages are free for it."""
-        self._tenant(lane).is_blocked = True
+    def blocked(self, row: TalkerRow | FlowRow) -> None:
+        """The row wasn't run: there are no pages for it now. It is planned again after `unblock`."""
+        context = self._tenant(row.lane)
+        if isinstance(row, TalkerRow):
+            context.lacks_talker_pages = True
+        else:
+            context.lacks_flow_pages = True
 
     def failed(self, lane: Lane, error: SpeechError) -> None:
         """One lane's fault: its context ends, if it hasn't yet."""
@@ -585,7 +694,7 @@ class Scheduler:
         self._say_failed(context.key, error)
 
     def _say_failed(self, key: Key, error: SpeechError) -> None:
-        after_ms = RETRY_AFTER_MS if error.is_retryable else None
+        after_ms = self._retry_after_ms() if error.is_retryable else None
         self._say(
             key,
             Failed(
@@ -597,6 +706,11 @@ class Scheduler:
                 after_ms=after_ms,
             ),
         )
+
+    def _retry_after_ms(self) -> int:
+        """When those who wait now will have been seated, by the pace at which contexts have ended."""
+        expected_ms = int(1e3 * self._between_ends_s.value * (1 + len(self._waiting)))
+        return min(max(expected_ms, RETRY_AFTER_MS), LONGEST_RETRY_MS)
 
     def _say(self, whose: Key | Lane, message: ToGateway) -> None:
         key = whose if isinstance(whose, Key) else self._tenant(whose).key
@@ -626,18 +740,14 @@ class Scheduler:
         return self.limits.lanes - len(self._free)
 
     def check_integrity(self) -> None:
-        """Each lane is free or has one tenant; each context has a lane or waits, and none waits beside a free lane."""
+        """Each lane is free or has one tenant; each context has a lane or waits, and none waits beside a free place."""
         seated = list(self._seated())
         assert len(seated) + len(self._free) == self.limits.lanes, "a lane is lost"
         assert len(set(self._free)) == len(self._free), "a lane is free twice"
         assert all(self._tenants[index] is None for index in self._free), "a free lane has a tenant"
         assert {c.key for c in seated} | {c.key for c in self._waiting} == set(self._contexts), "a context is lost"
         assert len(seated) + len(self._waiting) == len(self._contexts), "a context has two places"
-        assert not (self._free and self._waiting), "a context waits beside a free lane"
-
-
-def _first(rows: Iterable[Row | None], count: int) -> tuple[Row, ...]:
-    return tuple(islice((row for row in rows if row is not None), count))
+        assert not (self._has_place and self._waiting), "a context waits beside a free place"
 
 
 def _stats(context: _Context) -> dict[str, float]:

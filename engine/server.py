@@ -25,10 +25,11 @@ from websockets.asyncio.server import ServerConnection, unix_serve
 from websockets.exceptions import ConnectionClosed
 
 from engine import checkpoint as checkpoints
-from engine.batch import Models, Runner
+from engine.batch import PREFIX_ROWS, Models, Runner
 from engine.cloning import Cloning, CloningModels
 from engine.conditioning import Conditioner
 from engine.config import Config, ConfigError, EngineConfig
+from engine.costs import Costs
 from engine.flow import FlowStore
 from engine.frontend import Tokenizer
 from engine.leash import on_parent_gone
@@ -201,14 +202,16 @@ def build(config: Config, deliver: Deliver, worker: Executor) -> Engine:
     )
     if reader.default_voice not in voices.builtin:
         raise ConfigError(f"[model] voice is {reader.default_voice!r}, known are {sorted(voices.builtin)}")
+    costs = Costs()
     return Engine(
         Runner(
             models,
             lanes=settings.lanes,
             rows_per_launch=settings.rows_per_launch,
             prompt_remainder=settings.prompt_remainder,
+            costs=costs,
         ),
-        Scheduler(limits(settings)),
+        Scheduler(limits(settings), costs),
         reader,
         worker=worker,
         deliver=deliver,
@@ -225,6 +228,9 @@ def limits(settings: EngineConfig) -> Limits:
         is_serial=settings.rows_per_launch == 1,
         lookahead_samples=int(settings.lookahead_s * SAMPLE_RATE_HZ),
         prefill_rows=settings.prefill_rows,
+        flow_rows=settings.flow_rows,
+        flow_rows_least=settings.flow_rows_least,
+        share=settings.share,
         clauses=settings.clauses,
     )
 
@@ -242,7 +248,7 @@ def with_caches(checkpoint: checkpoints.Checkpoint, settings: EngineConfig) -> M
         flow=flow,
         hift=checkpoint.hift,
         talker_store=talker_store,
-        flow_store=FlowStore(flow.shape, flow_pages, device=device, dtype=dtype),
+        flow_store=FlowStore(flow.shape, flow_pages, device=device, dtype=dtype, lanes=settings.lanes + PREFIX_ROWS),
         silent_ids=checkpoint.settings.silent_ids,
     )
 

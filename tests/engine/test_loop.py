@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from engine.batch import EngineFault, Launched, Segment
+from engine.batch import EngineFault, Launched
 from engine.messages import (
     Audio,
     Cancelled,
@@ -22,7 +22,7 @@ from engine.messages import (
     Opened,
     SamplingChoice,
 )
-from engine.scheduler import FlowRow, Part
+from engine.scheduler import HiftRow, Part
 from engine.voice_store import VoiceStore
 from engine.voices import Voice
 from tests.engine.speaking import Speaking
@@ -138,21 +138,23 @@ def test_waiting_for_credit_changes_no_sample(speaking: Speaking) -> None:
 def test_what_is_spoken_is_what_the_models_give_offline(
     make: Make, monkeypatch: pytest.MonkeyPatch, streaming: bool
 ) -> None:
-    speaking = make(dtype="float64")  # float32 leaves a few frames of a random net 1e-2 apart
+    speaking = make(dtype="float64", prompt_remainder=12)  # float32 leaves a few frames of a random net 1e-2 apart
     models, spoken, mels = speaking.runner.models, [], []
-    release, keep_mel = speaking.runner._release, speaking.runner._keep_mel
+    sound = speaking.runner._sound
 
-    def kept(row: FlowRow, segment: Segment, mel: torch.Tensor, done: Launched) -> None:
-        mels.append(mel.clone())
-        keep_mel(row, segment, mel, done)
+    def sounded(rows: Sequence[HiftRow], done: Launched) -> None:
+        for segment in map(speaking.runner._segment, rows):
+            assert segment.mel is not None
+            mels.append(segment.mel.clone())
+            spoken[:] = [list(segment.tokens)]
+        sound(rows, done)
 
-    monkeypatch.setattr(speaking.runner, "_keep_mel", kept)
-    monkeypatch.setattr(
-        speaking.runner, "_release", lambda segment: (spoken.append(list(segment.tokens)), release(segment))
-    )
+    monkeypatch.setattr(speaking.runner, "_sound", sounded)
     pcm = speaking.speak(1, "Hi.", streaming=streaming)
-    voice = speaking.runner.prefixes.voice(speaking.engine.reader.voices.get("anna"))
-    prompt = (voice.tokens[None], voice.mel[None], voice.embedding[None])
+    prefixes, anna = speaking.runner.prefixes, speaking.engine.reader.voices.get("anna")
+    voice = prefixes.voice(anna) if streaming else prefixes.whole(anna)
+    assert len(voice.tokens) == (37 if streaming else 40)
+    prompt = (voice.tokens[None].to(models.device), voice.mel[None], voice.embedding[None])
     tokens = torch.tensor(spoken, device=models.device)
     with torch.inference_mode():
         mel = models.flow.offline(tokens, *prompt, streaming=streaming, finalize=True)
@@ -310,20 +312,22 @@ def test_a_lane_whose_flow_gives_nan_ends_alone(make: Make) -> None:
     speaking.assert_empty()
 
 
-def poison(speaking: Speaking, monkeypatch: pytest.MonkeyPatch, rows: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """The talker's prompt of everyone who speaks as bert goes through `rows`."""
-    prompt_rows = speaking.runner._prompt_rows
-
-    def poisoned(utterance: Any) -> torch.Tensor:
-        good = prompt_rows(utterance)
-        return rows(good) if utterance.voice.id == "bert" else good
-
-    monkeypatch.setattr(speaking.runner, "_prompt_rows", poisoned)
+POISON = 540  # a text id that no text gives
 
 
-def test_a_lane_whose_talker_gives_nan_ends_alone(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def poison(speaking: Speaking, text_id: int = POISON) -> None:
+    """The transcript of bert's prompt begins with this id, and POISON is not a number to the talker."""
+    talker = speaking.runner.models.talker
+    with torch.no_grad():
+        talker.decoder.embed_tokens.weight[POISON] = torch.nan
+    voices = speaking.engine.reader.voices
+    bert = voices.get("bert")
+    voices.builtin["bert"] = dataclasses.replace(bert, prompt_text=(text_id, *bert.prompt_text))
+
+
+def test_a_lane_whose_talker_gives_nan_ends_alone(make: Make) -> None:
     speaking, alone = make(), make()
-    poison(speaking, monkeypatch, lambda rows: rows * torch.nan)
+    poison(speaking)
     for context, voice in ((1, "anna"), (2, "bert"), (3, "anna")):
         speaking.open(context, "Hi, you.", voice=voice, seed=context)
     speaking.finish([1, 2, 3])
@@ -333,22 +337,22 @@ def test_a_lane_whose_talker_gives_nan_ends_alone(make: Make, monkeypatch: pytes
     speaking.assert_empty()
 
 
-def test_an_exception_in_one_lane_ends_it_alone_on_the_cpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_in_one_lane_ends_it_alone_on_the_cpu(folder: Path) -> None:
     speaking = Speaking(folder)
-    poison(speaking, monkeypatch, lambda rows: rows[:, :-1])  # a width that no layer takes
+    poison(speaking, 10**6)  # beyond the table
     speaking.open(1, "Hi.")
     speaking.open(2, "Hi.", voice="bert")
     speaking.finish([1, 2])
     assert isinstance(speaking.end(1), Done)
     failed = speaking.end(2)
     assert isinstance(failed, Failed)
-    assert "shape" not in failed.message  # no exception text
+    assert "range" not in failed.message  # no exception text
     speaking.assert_empty()
 
 
-def test_an_exception_in_a_shared_launch_is_the_engines_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_in_a_shared_launch_is_the_engines_end(folder: Path) -> None:
     speaking = Speaking(folder, rows_per_launch=12)
-    poison(speaking, monkeypatch, lambda rows: rows[:, :-1])
+    poison(speaking, 10**6)
     speaking.open(1, "Hi.")
     speaking.open(2, "Hi.", voice="bert")
     with pytest.raises(EngineFault):
@@ -427,8 +431,8 @@ def test_few_talker_pages_make_contexts_take_turns(make: Make) -> None:
 def test_a_voices_prompt_is_solved_once_and_its_pages_are_shared(speaking: Speaking) -> None:
     solved = []
     flow = speaking.runner.models.flow
-    solve = flow.solve_prefix
-    flow.solve_prefix = lambda voice, store: (solved.append(voice), solve(voice, store))[1]  # type: ignore[method-assign]
+    keep = flow.prefix
+    flow.prefix = lambda row, store: (solved.append(row), keep(row, store))[1]  # type: ignore[method-assign]
     for context in range(4):
         speaking.open(context, "Hi.", seed=context)
     speaking.finish(range(4))

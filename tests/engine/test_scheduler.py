@@ -34,6 +34,7 @@ from engine.scheduler import (
     EULER_STEPS,
     SAMPLES_PER_TOKEN,
     FlowRow,
+    HiftRow,
     Lane,
     LaneFault,
     Lengths,
@@ -41,6 +42,7 @@ from engine.scheduler import (
     Part,
     Plan,
     Scheduler,
+    TalkerRow,
 )
 
 ROWS = 8
@@ -90,23 +92,27 @@ class Bench:
         plan = self.scheduler.plan(self.now)
         self.check(plan)
         for hift in plan.hift:
-            self._sound(hift.lane, hift.part, hift)
+            self._sound(hift)
         for flow in plan.flow:
             self._solve(flow)
         for talker in plan.talker:
-            where = (talker.lane, talker.part)
-            if talker.start + talker.count >= ROWS:
-                self.made[where] += 1
-            is_end = self.made[where] > self.target[where]  # the stop token is made too, but not kept
-            self.scheduler.talked(talker, min(self.made[where], self.target[where]), is_end=is_end)
+            self._talk(talker)
         self.prepare()
         self.collect()
         return plan
 
+    def _talk(self, row: TalkerRow) -> None:
+        where, upto = (row.lane, row.part), row.start + row.rows
+        self.scheduler.fed(row, upto)
+        if upto >= ROWS:
+            self.made[where] += 1
+            is_end = self.made[where] > self.target[where]  # the stop token is made too, but not kept
+            self.scheduler.talked(row, min(self.made[where], self.target[where]), is_end=is_end)
+
     def _solve(self, row: FlowRow) -> None:
         where = (row.lane, row.part)
         if self.is_out_of_pages(row):
-            self.scheduler.blocked(row.lane)
+            self.scheduler.blocked(row)
             return
         if row.is_new_hop:
             assert self.steps[where] == 0, "a hop began inside another"
@@ -117,10 +123,12 @@ class Bench:
             self.steps[where] = 0
         self.scheduler.solved(row, has_mel=has_mel)
 
-    def _sound(self, lane: Lane, part: Part, row) -> None:  # type: ignore[no-untyped-def]
+    def _sound(self, row: HiftRow) -> None:
+        lane, part = row.lane, row.part
         upto = self.target[lane, part] if row.is_final else self.hops_of(part)[-1] - 3
         new = upto - self.solved_upto[lane, part]
         self.solved_upto[lane, part] = upto
+        self.scheduler.voiced(row, SAMPLES_PER_TOKEN * new)
         self.scheduler.sounded(row, bytes(4 * SAMPLES_PER_TOKEN * new), self.now)
 
     def hops_of(self, part: Part) -> list[int]:
@@ -199,7 +207,7 @@ def test_hops_do_not_depend_on_how_far_the_talker_got_meanwhile(tokens: int) -> 
 def test_a_long_prompt_is_fed_in_pieces() -> None:
     bench = Bench(Limits(lanes=1, prefill_rows=3))
     bench.open(1, "5")
-    fed = [(row.start, row.count) for _ in range(4) for row in bench.step().talker]
+    fed = [(row.start, row.rows) for _ in range(4) for row in bench.step().talker]
     assert fed == [(0, 3), (3, 3), (6, 2), (8, 1)]
     bench.run()
     assert bench.kinds().count(ClauseTaken) == 1

@@ -1,0 +1,80 @@
+"""CUDA streams and what is in flight on them.
+
+A launch enqueues work and returns; it has landed when its event says so, and then its results are on the host. Each
+stream retires by its own events: nobody waits for one to look at the other. On the CPU a launch has landed when it
+returns, through the same code.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import torch
+
+Results = TypeVar("Results")
+
+
+@dataclass(slots=True, eq=False)
+class Flight(Generic[Results]):
+    """One launch: what it computes and what to do when that is there."""
+
+    stage: str
+    rows: int
+    land: Callable[[Results], None] | None = None
+    seconds: float = 0.0  # of the device, once landed
+    events: tuple[torch.cuda.Event, torch.cuda.Event] | None = field(default=None)
+
+    def has_landed(self) -> bool:
+        if self.events is None:
+            return True
+        begin, end = self.events
+        if not end.query():
+            return False
+        self.seconds = begin.elapsed_time(end) / 1e3
+        return True
+
+
+class Stream(Generic[Results]):
+    """A queue of the device: what is launched on it runs in order. A lower priority number goes first."""
+
+    def __init__(self, device: torch.device, *, priority: int = 0) -> None:
+        self.cuda = torch.cuda.Stream(device, priority=priority) if device.type == "cuda" else None
+        self._flights: deque[Flight[Results]] = deque()
+
+    def current(self) -> AbstractContextManager[object]:
+        """Within it, work goes to this stream."""
+        return nullcontext() if self.cuda is None else torch.cuda.stream(self.cuda)
+
+    @contextmanager
+    def launch(self, stage: str, rows: int) -> Iterator[Flight[Results]]:
+        """What is enqueued within is one flight; one that raises is not kept."""
+        flight: Flight[Results] = Flight(stage, rows)
+        if self.cuda is None:
+            started = time.perf_counter()
+            yield flight
+            flight.seconds = time.perf_counter() - started
+        else:
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            with torch.cuda.stream(self.cuda):
+                begin.record()
+                yield flight
+                end.record()
+            flight.events = begin, end
+        self._flights.append(flight)
+
+    def landed(self) -> Iterator[Flight[Results]]:
+        """Takes off what has landed, in the order of launch."""
+        while self._flights and self._flights[0].has_landed():
+            yield self._flights.popleft()
+
+    def in_flight(self, stage: str) -> int:
+        return sum(flight.stage == stage for flight in self._flights)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._flights
