@@ -9,8 +9,14 @@ lengths. The twins here, in plain torch, are what a CPU runs and what the kernel
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import math
+import statistics
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache, partial
+from importlib import import_module
+from importlib.util import find_spec
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +27,8 @@ from torch import Tensor
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v [B, T, H, E] -> [B, T, H*E]
 AttendLayer = Callable[[int, Tensor], Tensor]  # layer, qkv [..., 3, H, E] -> [..., H*E]
 Columns = npt.NDArray[np.int64]
+
+logger = logging.getLogger(__name__)
 
 
 def dense_attend(mask: Tensor | None) -> Attend:
@@ -189,6 +197,38 @@ class GatheredPaged:
         return pages.flatten(2, 3).flatten(0, 1).transpose(1, 2)
 
 
+class FlashPaged:
+    """FlashAttention 3 on Hopper reads pages where they lie: those of all steps and branches are one list to it."""
+
+    def __init__(self, data: Tensor, units: Units, angles: Angles) -> None:
+        assert units.width == data.shape[5], f"units of {units.width} frames, pages of {data.shape[5]}"
+        self.data, self.units, self.angles = data, units, angles
+        self.attend = import_module("flash_attn_interface").flash_attn_with_kvcache
+
+    def __call__(self, layer: int, qkv: Tensor) -> Tensor:
+        units, (_, _, depth, _, pages, *_) = self.units, self.data.shape
+        rotate_head0_(qkv, *self.angles.of(units))
+        write_pages(self.data[:, :, layer], qkv[..., 1:, :, :], units)
+        listed = self.data.flatten(0, 4)[
+            2 * layer * pages :
+        ]  # [S * 2 * depth * 2 * pages, W, H, E], from this layer on
+        branch = torch.arange(2, device=qkv.device)
+        at = (2 * units.steps[:, None] + branch) * 2 * depth * pages  # [U, 2]
+        out = self.attend(
+            qkv[..., 0, :, :].flatten(0, 1),
+            listed,
+            listed[pages:],
+            cache_seqlens=(units.starts + units.frames).repeat_interleave(2).int(),
+            page_table=(at[..., None] + units.table.T[:, None]).flatten(0, 1).int(),
+        )
+        return _without_extras(out).flatten(2).unflatten(0, (-1, 2))
+
+
+def _without_extras(out: Tensor | tuple[Tensor, ...]) -> Tensor:
+    """Some releases of flash-attn also give the logarithm of each softmax's sum."""
+    return out if isinstance(out, Tensor) else out[0]
+
+
 def paged(data: Tensor, units: Units, listed: list[Unit], angles: Angles) -> AttendLayer:
     """Torch's own attention as suits the device. The result takes qkv [U, 2, w, 3, H, E], overwrites it, writes the
     units' own pages of data [S, 2, depth, 2 (k, v), pages, W, H, E] and gives [U, 2, w, H*E]."""
@@ -225,6 +265,20 @@ class Whole:
     def longest(self) -> int:
         return max(self.lengths)
 
+    @classmethod
+    def of(cls, lengths: list[int], gap: int, device: torch.device) -> Whole:
+        """gap: zero frames before each row."""
+        rows = np.repeat(np.arange(len(lengths)), lengths)
+        positions = np.concatenate([np.arange(length) for length in lengths])
+        table = to_device(np.stack((positions, np.arange(len(rows)) + gap * (rows + 1))), device)
+        return cls(lengths, *table, to_device(np.cumsum([0, *lengths, *lengths]), device).int())
+
+
+def to_device(columns: Columns, device: torch.device) -> Tensor:
+    """Without a wait: pinned memory that a copy still reads is not given out again, its allocator sees to that."""
+    host = torch.from_numpy(columns)
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+
 
 class EachRow:
     """Row by row with torch's own attention: the twin of all the others."""
@@ -238,3 +292,138 @@ class EachRow:
         parts = qkv.flatten(0, 2).permute(1, 2, 0, 3).split(self.lengths, dim=2)  # [3, H, n, E] each
         out = [F.scaled_dot_product_attention(*part).transpose(0, 1) for part in parts]
         return torch.cat(out).view(*qkv.shape[:3], -1)
+
+
+Varlen = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int], Tensor | tuple[Tensor, ...]]
+
+
+class VarlenRows:
+    """One call of a kernel for rows of any length: q, k, v [F, H, E], ends twice, longest twice -> [F, H, E]."""
+
+    def __init__(self, whole: Whole, angles: Angles, kernel: Varlen) -> None:
+        self.whole, self.turns, self.kernel = whole, angles.at(whole.positions), kernel
+
+    def __call__(self, layer: int, qkv: Tensor) -> Tensor:
+        """qkv [1, 2, F, 3, H, E], overwritten -> [1, 2, F, H*E]."""
+        rotate_head0_(qkv, *self.turns)
+        ends, longest = self.whole.ends, self.whole.longest
+        out = self.kernel(*qkv.flatten(0, 2).unbind(1), ends, ends, longest, longest)
+        return _without_extras(out).view(*qkv.shape[:3], -1)
+
+
+# --- the choice ---
+
+Clock = Callable[[Callable[[], object]], float]  # milliseconds of one run
+Paged = Callable[[Tensor, Units, Angles], AttendLayer]  # data, units, angles
+Rows = Callable[[Whole, Angles], AttendLayer]
+BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}  # relative RMS
+ROWS_MEASURED = ((1, 500), (8, 500), (64, 500))  # rows, frames of each
+VARLEN = {  # where each kernel is, if it is installed
+    "torch-varlen": ("torch.nn.attention.varlen", "varlen_attn"),
+    "fa2": ("flash_attn", "flash_attn_varlen_func"),
+    "fa3": ("flash_attn_interface", "flash_attn_varlen_func"),
+    "fa4": ("flash_attn.cute", "flash_attn_varlen_func"),
+}
+
+
+def paged_back_ends(dtype: torch.dtype) -> dict[str, Paged]:
+    """Those that are installed and take this dtype; torch's own is always there, and first."""
+    found: dict[str, Paged] = {"torch": GatheredPaged}
+    if has_kernels(dtype):
+        found["triton"] = import_module("engine.flow_kernels").FusedPaged
+    if dtype in (torch.bfloat16, torch.float16) and is_installed("flash_attn_interface"):
+        found["fa3"] = FlashPaged
+    return found
+
+
+def rows_back_ends(dtype: torch.dtype) -> dict[str, Rows]:
+    """Those that are installed and take this dtype; torch's own, row by row, is always there, and first."""
+    found: dict[str, Rows] = {"torch": EachRow}
+    if has_kernels(dtype):
+        found["triton"] = import_module("engine.flow_kernels").FusedRows
+    if dtype in (torch.bfloat16, torch.float16):
+        for name, (module, function) in VARLEN.items():
+            if is_installed(module):
+                found[name] = _varlen(getattr(import_module(module), function))
+    return found
+
+
+def _varlen(kernel: Varlen) -> Rows:
+    return lambda whole, angles: VarlenRows(whole, angles, kernel)
+
+
+@cache
+def has_kernels(dtype: torch.dtype) -> bool:
+    """Whether the flow's kernels take this dtype and Triton can compile one here; if not, the reason is logged."""
+    if not is_installed("triton") or dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return False
+    try:
+        import_module("engine.flow_kernels").try_out()
+    except Exception as failure:
+        logger.warning("Triton compiles nothing here, so the flow runs in plain torch: %s", failure)
+        return False
+    return True
+
+
+def is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package it is in
+        return False
+
+
+def fastest(attempts: Mapping[str, Callable[[Tensor], Tensor]], qkv: Tensor, label: str, clock: Clock) -> str:
+    """The quickest attempt that gives the first one's result but for rounding. Logs all times, and what is left out.
+
+    Waits for the device: only for the start.
+    """
+    bound = BOUNDS[qkv.dtype]
+    times: dict[str, float] = {}
+    want = next(iter(attempts.values()))(qkv.clone()).double()
+    for name, attempt in attempts.items():
+        try:
+            error = float((attempt(qkv.clone()).double() - want).norm() / want.norm())
+        except Exception as failure:  # a back end of another release or for another chip
+            logger.warning("attention %s: %s is left out: %s", label, name, failure)
+            continue
+        if not error <= bound:
+            logger.warning("attention %s: %s is left out: off by %.1e", label, name, error)
+            continue
+        times[name] = clock(partial(attempt, qkv))
+    shown = ", ".join(f"{name} {ms:.3f}" for name, ms in sorted(times.items(), key=lambda item: item[1]))
+    logger.info("attention %s, ms: %s", label, shown)
+    return min(times, key=times.__getitem__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowsChoice:
+    """The attention over whole rows that was quickest for so many frames."""
+
+    by_frames: Mapping[int, Rows]
+
+    def of(self, whole: Whole) -> Rows:
+        frames = sum(whole.lengths)
+        return self.by_frames[min(self.by_frames, key=lambda measured: abs(math.log(measured / frames)))]
+
+    @classmethod
+    def measured(cls, angles: Angles, like: Tensor, clock: Clock) -> RowsChoice:
+        """like [H, E], of the device and dtype in question."""
+        chosen, back_ends = {}, rows_back_ends(like.dtype)
+        for rows, frames in ROWS_MEASURED:
+            whole = Whole.of([frames] * rows, 0, like.device)
+            qkv = torch.randn(1, 2, rows * frames, 3, *like.shape, device=like.device).to(like.dtype)
+            attempts = {name: partial(back_end(whole, angles), 0) for name, back_end in back_ends.items()}
+            name = fastest(attempts, qkv, f"of {rows} whole rows of {frames} frames", clock)
+            chosen[rows * frames] = back_ends[name]
+        return cls(chosen)
+
+
+def median_ms(attempt: Callable[[], object], rounds: int = 5) -> float:
+    """Time of one run on the current stream of the current CUDA device."""
+    marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(rounds)]
+    for start, end in marks:
+        start.record()
+        attempt()
+        end.record()
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) for start, end in marks)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 
 import numpy as np
 import torch
@@ -28,16 +29,23 @@ from engine.attention import (
     AttendLayer,
     Columns,
     EachRow,
+    Paged,
+    RowsChoice,
     Unit,
     Units,
     Whole,
     dense_attend,
+    has_kernels,
+    median_ms,
     paged,
     paged_width,
+    to_device,
     unit_columns,
 )
 from engine.cache import PagePool
 from engine.dit import FRAMES_PER_TOKEN, Estimator, FlowShape, Modulations, Packed, PreLookahead
+from engine.flow_graphs import UNIT_TIERS, FlowGraphs
+from engine.graphs import Graphs
 from engine.noise import MAX_FRAMES, flow_noise
 
 __all__ = ["FRAMES_PER_TOKEN", "Flow", "FlowError", "FlowPrefix", "FlowRow", "FlowShape", "FlowStore", "FlowVoice"]
@@ -209,6 +217,10 @@ class Flow(nn.Module):
         self.pre_lookahead_layer = PreLookahead(shape)
         self.decoder = nn.ModuleDict({"estimator": Estimator(shape)})
         self._tables: Tables | None = None
+        self._packed: type[Packed] = Packed
+        self._paged: Paged | None = None
+        self._rows: RowsChoice | None = None
+        self._graphs: FlowGraphs | None = None
         self.register_load_state_dict_post_hook(lambda module, _: module.forget_tables())
 
     @property
@@ -216,8 +228,8 @@ class Flow(nn.Module):
         return self.decoder["estimator"]  # type: ignore[return-value]
 
     def forget_tables(self) -> None:
-        """Drops the constants derived from the weights; call it after changing weights in place."""
-        self._tables = None
+        """Drops what is derived from the weights, graphs too; call it after changing weights in place."""
+        self._tables = self._graphs = None
 
     def train(self, mode: bool = True) -> Flow:
         self.forget_tables()
@@ -325,6 +337,39 @@ class Flow(nn.Module):
         both = torch.cat((x, x)).to(mu.dtype)
         given, free = self.estimate(both, *pair, t.expand(2), mask).to(x.dtype).chunk(2)
         return (1 + self.shape.cfg) * given - self.shape.cfg * free
+
+    # The start.
+
+    def warm(self, graphs: Graphs, store: FlowStore) -> None:
+        """Takes the quickest kernels that work here, and captures every launch over this store. Nothing on the CPU."""
+        if self.device.type == "cpu":
+            return
+        if has_kernels(self.dtype):
+            kernels = import_module("engine.flow_kernels")
+            self._packed, self._paged = kernels.FusedPacked, kernels.FusedPaged
+        self.forget_tables()
+        with torch.inference_mode():
+            self._rows = RowsChoice.measured(self.tables().angles, store.data[0, 0, 0, 0, 0, 0], median_ms)
+        if graphs.is_capturing and self._paged is not None:
+            most_units = next((tier for tier in reversed(UNIT_TIERS) if tier >= max(32, store.lanes.num_pages)), None)
+            self._graphs = FlowGraphs(self, store, graphs, most_units=most_units or UNIT_TIERS[0])
+
+    def step_ms(self, num_units: int) -> float | None:
+        """Cost of one Euler step of so many units as measured at the start, if it was."""
+        return None if self._graphs is None else self._graphs.step_ms(num_units)
+
+    def _captured(self, store: FlowStore) -> FlowGraphs | None:
+        return self._graphs if self._graphs is not None and self._graphs.store is store else None
+
+    @property
+    def laying_rows(self) -> int:
+        """Rows of the table that lays units."""
+        return Laying.COLUMNS + PreLookahead.BEHIND + self.shape.chunk_tokens + self.shape.lookahead
+
+    def laying_nobody(self, store: FlowStore) -> Columns:
+        """The column of a unit that is nobody's, [laying_rows, 1]."""
+        head = [store.nobody.pages[0], 0, store.nobody.lane, 0]
+        return np.array(head + [NO_TOKEN] * (self.laying_rows - len(head)))[:, None]
 
     # Incremental: rows, chunks, pages.
 
@@ -449,7 +494,11 @@ class Flow(nn.Module):
             staged.x = [store.x[page] for page, *_ in table[first:]]
             staged.is_laid = True
         self._give_mels(rows, store)
-        self._lay_units(Laying.of(self._on_device(np.array(table).T)), store)
+        columns = np.ascontiguousarray(np.array(table).T)
+        if (captured := self._captured(store)) is not None:
+            captured.lay(columns)
+        else:
+            self.lay_units(to_device(columns, self.device), store)
 
     def _bear(self, rows: Sequence[FlowRow], store: FlowStore) -> None:
         """Fills the lanes of rows that never took a step."""
@@ -478,9 +527,10 @@ class Flow(nn.Module):
         assert row.is_ended or behind + len(window) == length, "only the end of a segment may lack its look-ahead"
         return [NO_TOKEN] * behind + window + [NO_TOKEN] * (length - behind - len(window))
 
-    def _lay_units(self, laying: Laying, store: FlowStore) -> None:
-        """The body of laying: reads ids, speakers and the prompt's mel, writes x and base of the pages."""
-        tables, frames = self.tables(), torch.arange(self.shape.chunk_frames, device=self.device)
+    def lay_units(self, table: Tensor, store: FlowStore) -> None:
+        """The body of laying: reads speakers and the prompt's mel, writes x and base of pages. table: see Laying."""
+        laying, tables = Laying.of(table), self.tables()
+        frames = torch.arange(self.shape.chunk_frames, device=self.device)
         hidden = self._looked_ahead(laying.ids.T)  # [U, 25, M]
         cond = torch.where((frames < laying.given[:, None])[..., None], store.cond[laying.pages], 0)  # [U, W, M]
         speaker = self.speaker(store.embeddings[laying.lanes])[:, None].expand_as(cond)
@@ -519,17 +569,19 @@ class Flow(nn.Module):
         ]
 
     def _advance(self, units: list[Unit], store: FlowStore) -> None:
+        if (captured := self._captured(store)) is not None:
+            captured.advance(units)
+            return
         most = max(len(unit.pages) for unit in units)
-        table = self._on_device(unit_columns(units, store.nobody, len(units), most))
+        table = to_device(unit_columns(units, store.nobody, len(units), most), self.device)
         tables = Units.of(table, paged_width(units, self.shape.chunk_frames, self.device))
-        self._advance_units(tables, store, paged(store.data, tables, units, self.tables().angles))
+        if self._paged is not None:
+            attend = self._paged(store.data, tables, self.tables().angles)
+        else:
+            attend = paged(store.data, tables, units, self.tables().angles)
+        self.advance_units(tables, store, attend)
 
-    def _on_device(self, columns: Columns) -> Tensor:
-        host = torch.from_numpy(columns)
-        # Pinned memory that a copy still reads is not given out again: the allocator waits for the copy's event.
-        return host if self.device.type == "cpu" else host.pin_memory().to(self.device, non_blocking=True)
-
-    def _advance_units(self, units: Units, store: FlowStore, attend: AttendLayer) -> None:
+    def advance_units(self, units: Units, store: FlowStore, attend: AttendLayer) -> None:
         """The body of an Euler step: moves x of the units' pages; writes their keys, values and tails."""
         tables = self.tables()
         x = store.x[units.pages, : units.width]  # [U, w, M]
@@ -581,8 +633,8 @@ class Flow(nn.Module):
         ids = [[max(0, code) for code in (*voice.tokens.tolist(), *tokens)] for voice, tokens in requests]
         lengths = [FRAMES_PER_TOKEN * len(row) for row in ids]
         check_frames(max(lengths))
-        whole = self._whole(lengths)
-        attend = EachRow(whole, self.tables().angles)
+        whole = Whole.of(lengths, self.shape.context, self.device)
+        attend = self._rows_attention(whole)
         tables, x = self.tables(), self.tables().noise[whole.positions][None]  # [1, F, M]
         base = self._whole_base([voice for voice, _ in requests], ids, lengths)[None]
         for step in tables.steps.split(1):
@@ -592,20 +644,16 @@ class Flow(nn.Module):
         mels = x[0].split(lengths)
         return [mel[len(voice.mel) :].T for mel, (voice, _) in zip(mels, requests, strict=True)]
 
-    def _whole(self, lengths: list[int]) -> Whole:
-        rows = np.repeat(np.arange(len(lengths)), lengths)
-        positions = np.concatenate([np.arange(length) for length in lengths])
-        table = np.stack((positions, np.arange(len(rows)) + self.shape.context * (rows + 1)))
-        on_device = self._on_device(table)
-        ends = self._on_device(np.cumsum([0, *lengths, *lengths])).int()
-        return Whole(lengths, on_device[0], on_device[1], ends)
+    def _rows_attention(self, whole: Whole) -> AttendLayer:
+        back_end = EachRow if self._rows is None else self._rows.of(whole)
+        return back_end(whole, self.tables().angles)
 
     def _whole_base(self, voices: list[FlowVoice], ids: list[list[int]], lengths: list[int]) -> Tensor:
         """What no step changes, of rows laid end to end: [F, D]."""
         behind, ahead = [NO_TOKEN] * PreLookahead.BEHIND, [NO_TOKEN] * self.shape.lookahead
         flat = np.concatenate([np.array(behind + row + ahead) for row in ids])
         at = np.flatnonzero(flat >= 0) - PreLookahead.BEHIND
-        hidden = self._looked_ahead(self._on_device(flat)[None])[0, self._on_device(at)]
+        hidden = self._looked_ahead(to_device(flat, self.device)[None])[0, to_device(at, self.device)]
         mu = hidden.repeat_interleave(FRAMES_PER_TOKEN, dim=0)  # [F, M]
         cond = torch.zeros_like(mu)
         for part, voice in zip(cond.split(lengths), voices, strict=True):
@@ -638,7 +686,7 @@ class Flow(nn.Module):
             spans=torch.tensor(spans, device=self.device, dtype=self.wide),
             angles=Angles(*self.estimator.rotary_embed.table(torch.arange(frames, device=self.device))),
             noise=noise.to(self.device, self.wide).contiguous(),
-            net=Packed(self.estimator, Modulations.of(self.estimator, times)),
+            net=self._packed(self.estimator, Modulations.of(self.estimator, times)),
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 import engine.attention as attention
 from engine.cache import OutOfPages
 from engine.flow import Flow, FlowPrefix, FlowRow, FlowShape, FlowStore, FlowVoice, TooManyFrames
+from engine.flow_graphs import FlowGraphs, cheapest
+from engine.graphs import Graphs
 from engine.noise import flow_noise
 from engine.scheduler import EULER_STEPS, HOP_TOKENS, LOOKAHEAD_TOKENS, Lengths
 from tests.golden_fixtures import fixture, fixture_flow
@@ -278,6 +281,41 @@ def test_neighbours_that_join_and_leave_change_nothing(
         assert error(torch.cat(pieces[i], dim=1), offline(small, voices[i], streams[i])) < EXACT
         row.close(store)
     assert store.pool.num_used == 3 and doomed.is_closed
+
+
+@pytest.fixture
+def captured(small: Flow) -> Iterator[FlowStore]:
+    """A store whose launches go through tiers of at most four units; on the CPU their bodies run as they are."""
+    store = make_store()
+    small._graphs = FlowGraphs(small, store, Graphs("cpu"), most_units=4, clock=lambda run: (run(), 1.0)[1])
+    yield store
+    small.forget_tables()
+
+
+def test_launches_by_tier_give_the_same_mel(small: Flow, captured: FlowStore) -> None:
+    voices, streams = [make_voice(prompt, prompt) for prompt in (130, 37, 0)], [make_tokens(n, n) for n in (60, 83, 9)]
+    rows = [small.row(voice) for voice in voices]
+    pieces: list[list[Tensor]] = [[] for _ in rows]
+    sent = [0] * 3
+    for tick in range(100):
+        active = [row for i, row in enumerate(rows) if tick >= 3 * i and feed(small, row, streams[i], sent, i)]
+        if not active:
+            break
+        small.step(active, captured)
+        for i, row in enumerate(rows):
+            if row.is_staged and row.steps_done == SMALL.steps:
+                pieces[i].append(small.finish(row))
+    for i, row in enumerate(rows):
+        assert error(torch.cat(pieces[i], dim=1), offline(small, voices[i], streams[i])) < EXACT
+        row.close(captured)
+    assert captured.pool.num_used == captured.lanes.num_used == 0
+
+
+def test_units_are_split_where_two_launches_cost_less_than_a_padded_one() -> None:
+    best = cheapest({1: 1.0, 8: 2.0, 16: 4.0})
+    assert [best[count] for count in (1, 2, 8, 9, 10, 16)] == [
+        (1.0, 1), (2.0, 2), (2.0, 8), (3.0, 8), (4.0, 10), (4.0, 16)
+    ]  # fmt: skip
 
 
 def feed(flow: Flow, row: FlowRow, tokens: Tensor, sent: list[int], i: int) -> bool:
