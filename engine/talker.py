@@ -286,13 +286,14 @@ class Span:
 class TalkerStore:
     """Keys and values of all lanes in pages of 32 rows. Who holds which page is the pool's affair.
 
-    kv [layers, 2 (k, v), num_pages, 32, G, D], left unwritten: a page that nobody has used costs no memory on the CPU,
-    and no row is read before it was written, so neither garbage nor a former tenant's NaN reaches a lane.
+    kv [layers, 2 (k, v), num_pages + 1, 32, G, D], left unwritten: a page that nobody has used costs no memory on the
+    CPU, and no row is read before it was written, so neither garbage nor a former tenant's NaN reaches a lane. The last
+    page is nobody's: what pads a launch is written there.
     """
 
     def __init__(self, shape: TalkerShape, num_pages: int, *, device: torch.device | str, dtype: torch.dtype) -> None:
         self.pool = PagePool(num_pages)
-        size = (shape.layers, 2, num_pages, PAGE_ROWS, shape.kv_heads, shape.head_dim)
+        size = (shape.layers, 2, num_pages + 1, PAGE_ROWS, shape.kv_heads, shape.head_dim)
         self.kv = torch.empty(size, device=device, dtype=dtype)
         self.layers = [(k, v) for k, v in self.kv.flatten(2, 3)]  # per layer, [num_pages * 32, G, D] each
 

@@ -9,19 +9,25 @@ Letters as in engine/talker.py. Tests: tests/engine/test_talker_lanes.py.
 from __future__ import annotations
 
 import hashlib
+import logging
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
 from engine.cache import OutOfPages, PagePool
+from engine.graphs import Graphs
 from engine.sampler import Field, LaneDraws, Sampling, drawn, unmarked
 from engine.talker import PAGE_ROWS, Limits, Span, Talker, TalkerStore, index
 
+if TYPE_CHECKING:
+    from engine.talker_paged import PagedTalker
+
+logger = logging.getLogger(__name__)
 Item = TypeVar("Item")
 
 
@@ -54,7 +60,7 @@ class Tenant:
     names: list[bytes]  # of the prompt's whole pages
     pages: list[int]
     length: int  # rows launched, or there from the start
-    most_rows: int = field(default=0)
+    most_rows: int
 
 
 class TalkerLanes:
@@ -71,6 +77,19 @@ class TalkerLanes:
         self.draws = LaneDraws(lanes, talker.shape.speech_vocab, device=self.device)
         self.prompts = PromptPages(store.pool)
         self._tenants: list[Tenant | None] = [None] * lanes
+        self._paged: PagedTalker | None = None
+
+    def warm(self, graphs: Graphs) -> None:
+        """Makes the kernels and captures their tiers; where Triton can't serve, every launch is plain PyTorch."""
+        if graphs.device.type == "cuda":
+            self._paged = paged_talker(self.talker, self.store, self.draws, lanes=len(self._tenants))
+        if self._paged is not None:
+            self._paged.warm(graphs)
+
+    @property
+    def max_rows(self) -> int:
+        """What one lane can hold at most."""
+        return self._paged.max_rows if self._paged else self.store.pool.num_pages * PAGE_ROWS
 
     # Lanes
 
@@ -92,6 +111,8 @@ class TalkerLanes:
             raise
         self._tenants[lane] = Tenant(prompt, names, pages, shared, most)
         self.draws.seat(lane, sampling, seed=seed, clause=clause, min_len=limits.min_len)
+        if self._paged is not None:
+            self._paged.seat(lane, pages, len(prompt))
         return shared
 
     def free(self, lane: int) -> None:
@@ -128,33 +149,50 @@ class TalkerLanes:
 
         The ticket holds the first ids of those lanes whose prompt this completes, in the order given.
         """
-        return Ticket([ids for group in self._groups(chunks) for ids in self._feed(group)])
+        fed = [(lane, self._span(self._tenant(lane), start, count)) for lane, start, count in chunks]
+        if self._paged is not None:
+            parts = self._feed_paged(self._paged, fed)
+        else:
+            parts = [ids for group in self._groups(fed) for ids in self._feed(group)]
+        for lane, _ in fed:
+            self._keep_prompt(self._tenant(lane))
+        return Ticket(parts)
 
     @torch.inference_mode()
     def decode(self, lanes: Sequence[int]) -> Ticket:
         """One more id for each lane, whose own last id is fed; every lane at most once."""
-        return Ticket([self._step(group) for group in self._groups(lanes)])
+        stepped = [(lane, self._span(tenant, tenant.length, 1)) for lane in lanes if (tenant := self._tenant(lane))]
+        if self._paged is not None:
+            return Ticket([self._paged.decode(lanes)] if lanes else [])
+        return Ticket([self._step(group) for group in self._groups(stepped)])
 
     def _groups(self, items: Sequence[Item]) -> Iterator[Sequence[Item]]:
         return (items[at : at + self.rows_per_launch] for at in range(0, len(items), self.rows_per_launch))
 
-    def _feed(self, chunks: Sequence[tuple[int, int, int]]) -> list[Tensor]:
-        ids: list[int] = []
-        spans, ending = [], []
-        for place, (lane, start, count) in enumerate(chunks):
-            tenant = self._tenant(lane)
-            ids += tenant.prompt[start : start + count]
-            spans.append(self._span(tenant, start, count))
-            if tenant.length == len(tenant.prompt):
-                ending.append(place)
+    def _feed_paged(self, paged: PagedTalker, fed: Sequence[tuple[int, Span]]) -> list[Tensor]:
+        chunks = [
+            chunk
+            for lane, span in fed
+            for chunk in paged.chunks(lane, span.start, self._fed_ids(lane, span), is_end=self._is_end(lane, span))
+        ]
+        return [ids.clone() for group in paged.launches(chunks) if len(ids := paged.prefill(group))]
+
+    def _fed_ids(self, lane: int, span: Span) -> list[int]:
+        return self._tenant(lane).prompt[span.start : span.start + span.count]
+
+    def _is_end(self, lane: int, span: Span) -> bool:
+        return span.start + span.count == len(self._tenant(lane).prompt)
+
+    def _feed(self, fed: Sequence[tuple[int, Span]]) -> list[Tensor]:
+        ids = [i for lane, span in fed for i in self._fed_ids(lane, span)]
         rows = self.talker.rows_of(index(ids, self.device))
-        hidden = self.talker.extend(rows, spans, self.store)
-        for lane, _, _ in chunks:
-            self._keep_prompt(self._tenant(lane))
+        hidden = self.talker.extend(rows, [span for _, span in fed], self.store)
+        ending = [place for place, (lane, span) in enumerate(fed) if self._is_end(lane, span)]
         if not ending:
             return []
         last = hidden if len(ending) == len(hidden) else hidden[index(ending, self.device)]
-        return [self._draw(last, [chunks[place][0] for place in ending])]
+        lanes = [fed[place][0] for place in ending]
+        return [self._draw(last, lanes, index(lanes, self.device))]
 
     def _span(self, tenant: Tenant, start: int, count: int) -> Span:
         assert tenant.length == start, f"rows from {start} come after {tenant.length} rows"
@@ -166,18 +204,32 @@ class TalkerLanes:
         num_whole = min(tenant.length // PAGE_ROWS, len(tenant.names))
         self.prompts.keep(tenant.names[:num_whole], tenant.pages[:num_whole])
 
-    def _step(self, lanes: Sequence[int]) -> Tensor:
+    def _step(self, stepped: Sequence[tuple[int, Span]]) -> Tensor:
+        lanes = [lane for lane, _ in stepped]
         chosen = index(lanes, self.device)
-        spans = [self._span(tenant, tenant.length, 1) for tenant in map(self._tenant, lanes)]
         rows = self.talker.speech_rows(self.draws.record[chosen, Field.LAST])
-        return self._draw(self.talker.extend(rows, spans, self.store), lanes, chosen)
+        return self._draw(self.talker.extend(rows, [span for _, span in stepped], self.store), lanes, chosen)
 
-    def _draw(self, hidden: Tensor, lanes: Sequence[int], chosen: Tensor | None = None) -> Tensor:
+    def _draw(self, hidden: Tensor, lanes: Sequence[int], chosen: Tensor) -> Tensor:
         """hidden [B, H], one row a lane -> ids [B], taken up as the lanes' last."""
-        chosen = index(lanes, self.device) if chosen is None else chosen
         draws = drawn(self.talker.logits(hidden), self.draws.lanes(chosen, lanes))
         self.draws.keep(chosen, draws)
         return draws.marked()
+
+
+def paged_talker(talker: Talker, store: TalkerStore, draws: LaneDraws, *, lanes: int) -> PagedTalker | None:
+    """None, with the reason in the log, where its kernels can't run."""
+    try:
+        from engine import talker_paged
+
+        talker_paged.smoke(store.kv.device)
+    except Exception as error:  # no Triton, no compiler for it, or a device that it doesn't know
+        logger.warning("the talker runs without its kernels, one operation at a time: %s", error)
+        return None
+    if not talker_paged.can_serve(talker.shape, store.kv.dtype):
+        logger.warning("the talker runs without its kernels: they don't take %s in %s", talker.shape, store.kv.dtype)
+        return None
+    return talker_paged.PagedTalker(talker, store, draws, lanes=lanes)
 
 
 class PromptPages:
