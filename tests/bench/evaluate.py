@@ -206,11 +206,27 @@ async def call(args: argparse.Namespace, sentences: Sequence[str]) -> list[Take]
         caller = Caller(client, args.keep)
         warm = Caller(client)
         await warm.say("Good morning.", voices[0], 0)
+        if args.at_once:
+            return await crowd(client, voices, sentences[: args.at_once])
         for voice in voices:
             for seed in range(args.seeds):
                 for sentence in sentences:
                     await caller.say(sentence, voice, seed)
     return caller.takes
+
+
+async def crowd(client: Any, voices: Sequence[str | None], sentences: Sequence[str]) -> list[Take]:
+    """All sentences at once, each in a context of its own, then each alone: SystemExit unless the samples are equal."""
+    together, alone = Caller(client), Caller(client)
+    cast = [(sentence, voices[n % len(voices)], n) for n, sentence in enumerate(sentences)]
+    await asyncio.gather(*(together.say(*part) for part in cast))
+    for part in cast:
+        await alone.say(*part)
+    heard = {take.seed: take for take in together.takes}
+    if different := [take.seed for take in alone.takes if not np.array_equal(take.wave, heard[take.seed].wave)]:
+        raise SystemExit(f"contexts {different} of {len(cast)} sound different alone")
+    print(f"{len(cast)} contexts at once, each equal to itself alone")
+    return together.takes
 
 
 # --- report ----------------------------------------------------------------------------------------------------------
@@ -266,6 +282,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sentences", type=Path, default=SENTENCES, help="one sentence a line")
     parser.add_argument("--voices", help="ids, comma-separated; else the server's default")
     parser.add_argument("--seeds", type=int, default=1, help="takes of each sentence")
+    parser.add_argument("--at-once", type=int, metavar="N", help="speak the first N sentences at once, then alone")
     parser.add_argument("--key", help="bearer key")
     parser.add_argument("--keep", type=Path, help="write the sound here")
     parser.add_argument("--reference", action="append", default=[], metavar="VOICE=WAV", help="true sound of a voice")
