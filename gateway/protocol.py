@@ -20,7 +20,7 @@ from engine import messages as engine
 from engine.config import KeyConfig
 from gateway import wire
 from gateway.context import Context, Lease
-from gateway.errors import FINAL_CODES, RETRY_CODES, EngineUnavailable, Refusal
+from gateway.errors import FINAL_CODES, RETRY_CODES, Close, EngineUnavailable, Refusal, Violation
 from gateway.logs import event as log
 from gateway.metrics import Metrics
 from gateway.quarantine import Quarantine
@@ -109,7 +109,7 @@ class _Control:
     """A message that goes before all audio. `asked_at`: when the client asked for it, if how long it took is of
     interest."""
 
-    data: bytes
+    data: bytes | str
     asked_at: float | None = None
 
 
@@ -157,8 +157,10 @@ class SpeechProtocol:
 
     # ---- from the client
 
-    def receive(self, data: bytes) -> None:
+    def receive(self, data: bytes | str) -> None:
         """One message. Raises Violation if it can't be decoded; what decodes but is wrong is answered on the wire."""
+        if isinstance(data, str):
+            raise Violation("a text frame; messages are binary", Close.TEXT_FRAME)
         self.received_at = self._clock()
         table = wire.unpack(data)
         try:
@@ -426,7 +428,7 @@ class SpeechProtocol:
         """There may be something to write. Where it waits for credit there isn't, and `next_bytes` gives None."""
         return bool(self._control) or any(context.num_bytes for context in self._turns)
 
-    def next_bytes(self) -> bytes | None:
+    def next_bytes(self) -> bytes | str | None:
         """The next message to write, or None if nothing may be written now."""
         now = self._clock()
         if self._control:
@@ -442,15 +444,19 @@ class SpeechProtocol:
                 return self._written(context, message)
         return None
 
-    def to_send(self) -> list[bytes]:
+    def to_send(self) -> list[bytes | str]:
         """All that may be written now."""
         return list(iter(self.next_bytes, None))
 
-    def _written(self, context: Context, message: wire.Audio | wire.Flushed | wire.Done) -> bytes:
+    def _written(self, context: Context, message: wire.Audio | wire.Flushed | wire.Done) -> bytes | str:
         if isinstance(message, wire.Done):
             self._forget(context, "done")
         elif isinstance(message, wire.Audio):
             self._measure(context, message)
+        return self._packed(message)
+
+    def _packed(self, message: wire.ServerMessage) -> bytes | str:
+        """As it is written. Empty: there is no such message in this protocol."""
         return wire.pack(message)
 
     def _measure(self, context: Context, message: wire.Audio) -> None:
@@ -465,9 +471,10 @@ class SpeechProtocol:
                 self._metrics.underruns.inc()
 
     def _say(self, message: wire.ServerMessage, *, asked_at: float | None = None) -> None:
-        control = _Control(wire.pack(message), asked_at)
-        self._control.append(control)
-        self._control_bytes += len(control.data)
+        control = _Control(self._packed(message), asked_at)
+        if control.data:
+            self._control.append(control)
+            self._control_bytes += len(control.data)
 
     def _say_if(self, message: wire.ServerMessage | None) -> None:
         if message is not None:

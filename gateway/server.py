@@ -12,7 +12,7 @@ import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
@@ -28,13 +28,14 @@ from websockets.typing import Subprotocol
 from engine import config as profiles
 from engine.config import GatewayConfig, KeyConfig
 from engine.leash import on_parent_gone
-from gateway import wire
+from gateway import json_protocol, wire
 from gateway.admission import Admission, Caller, Tickets
 from gateway.engine_link import EngineLink
 from gateway.errors import Close, ConfigError, Denied
+from gateway.json_protocol import JsonProtocol
 from gateway.metrics import STATES, Metrics
 from gateway.pages import StaticFiles, refuse, respond, respond_json
-from gateway.protocol import ProtocolLimits
+from gateway.protocol import ProtocolLimits, SpeechProtocol
 from gateway.session import Session
 from gateway.spans import Tracer, make_tracer, no_spans
 from gateway.supervisor import READY, SILENT
@@ -57,6 +58,7 @@ class Connection(ServerConnection):
     def __init__(self, door: GatewayServer, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.caller: Caller | None = None
+        self.dialect: type[SpeechProtocol] = SpeechProtocol
         self._admission = door.admission
         self._pending = door.pending
         self._knocked_at: str | None = None
@@ -139,7 +141,7 @@ class GatewayServer:
             self._handle,
             self._config.host,
             self._config.port,
-            subprotocols=[Subprotocol(wire.SUBPROTOCOL)],
+            select_subprotocol=_select_subprotocol,
             compression=None,
             process_request=self._admit,
             server_header="rill",
@@ -221,15 +223,20 @@ class GatewayServer:
             if request.method != "GET":
                 raise Denied(HTTPStatus.METHOD_NOT_ALLOWED, "GET only")
             url = urlsplit(request.path)
-            if url.path != wire.PATH:
+            if url.path == wire.PATH:
+                self._admit_caller(connection, request.headers, url.query)
+            elif url.path == json_protocol.PATH:
+                connection.dialect = JsonProtocol
+                connection.ping_timeout = None  # its clients pong only while they listen; TCP tells of dead ones
+                self._admit_caller(connection, json_protocol.with_key(request.headers, url.query), url.query)
+            else:
                 return self._answer(url.path, connection, request.headers)
-            self._admit_speech(connection, request.headers, url.query)
         except Denied as denied:
             self.metrics.turned_away.labels(str(denied.status.value)).inc()
             return refuse(denied)
         return None
 
-    def _admit_speech(self, connection: Connection, headers: Headers, query: str) -> None:
+    def _admit_caller(self, connection: Connection, headers: Headers, query: str) -> None:
         """Raises Denied."""
         origins, hosts = headers.get_all("Origin"), headers.get_all("Host")
         if len(origins) > 1 or len(hosts) > 1:
@@ -239,7 +246,7 @@ class GatewayServer:
         if "Upgrade" not in headers:
             raise Denied(HTTPStatus.UPGRADE_REQUIRED, "this is a WebSocket")
         offered = [name.strip() for name in ",".join(headers.get_all("Sec-WebSocket-Protocol")).split(",")]
-        if wire.SUBPROTOCOL not in offered:
+        if connection.dialect is SpeechProtocol and wire.SUBPROTOCOL not in offered:
             raise Denied(HTTPStatus.BAD_REQUEST, f"subprotocol {wire.SUBPROTOCOL} must be offered")
         if self._is_draining:
             raise Denied(HTTPStatus.SERVICE_UNAVAILABLE, "draining", retry_after_s=1)
@@ -312,6 +319,7 @@ class GatewayServer:
         session = Session(
             connection,
             self.link,
+            connection.dialect,
             limits=self._limits,
             quota=connection.caller,
             metrics=self.metrics,
@@ -339,6 +347,11 @@ def _set_socket_options(connection: ServerConnection, stall_ms: int) -> None:
     for name, value in (("TCP_NOTSENT_LOWAT", UNSENT_LIMIT), ("TCP_USER_TIMEOUT", stall_ms)):
         if (option := getattr(socket, name, None)) is not None:
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def _select_subprotocol(connection: ServerConnection, offered: Sequence[Subprotocol]) -> Subprotocol | None:
+    """Ours where it is offered. That it must be, on its path, was seen to before."""
+    return Subprotocol(wire.SUBPROTOCOL) if wire.SUBPROTOCOL in offered else None
 
 
 def is_loopback(host: str) -> bool:

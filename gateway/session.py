@@ -40,6 +40,7 @@ class Session:
         self,
         connection: ServerConnection,
         port: EnginePort,
+        protocol: type[SpeechProtocol],
         *,
         limits: ProtocolLimits,
         quota: Quota,
@@ -64,7 +65,7 @@ class Session:
         self._has_output = asyncio.Event()
         self._has_output.set()
         self._verdict: asyncio.Future[tuple[Close, str]] = asyncio.get_running_loop().create_future()
-        self._protocol = SpeechProtocol(
+        self._protocol = protocol(
             session=self.id,
             port=port,
             limits=limits,
@@ -113,8 +114,6 @@ class Session:
         count = 0
         while True:
             data = await self._connection.recv()
-            if isinstance(data, str):
-                raise Violation("a text frame; messages are binary", Close.TEXT_FRAME)
             if self._messages.take(1, self._clock()) > 0:
                 raise Violation(f"more than {MESSAGES_MINUTE} messages a minute", Close.RATE)
             self._protocol.receive(data)

@@ -410,7 +410,7 @@ def _pick(kind: type[_T], table: Mapping[str, Any]) -> _T:
 # ---- fields --------------------------------------------------------------------------------------------------------
 
 
-class _Fields:
+class Fields:
     """Reads one map's fields with their types and bounds; what is wrong is named in a `bad_message` refusal."""
 
     def __init__(self, table: Mapping[str, Any]) -> None:
@@ -461,13 +461,13 @@ class _Fields:
     def optional_number(self, name: str, low: float, high: float) -> float | None:
         return None if self._table.get(name) is None else self.number(name, low, high)
 
-    def table(self, name: str) -> _Fields | None:
+    def table(self, name: str) -> Fields | None:
         value = self._table.get(name)
         if value is None:
             return None
         if not isinstance(value, dict):
             raise Refusal("bad_message", f"{name} must be a map")
-        return _Fields(value)
+        return Fields(value)
 
 
 def context_id(table: Mapping[str, Any]) -> str | None:
@@ -487,14 +487,14 @@ def parse(table: Mapping[str, Any]) -> ClientMessage:
     kind = table.get("t")
     if not isinstance(kind, str) or kind not in _PARSERS:
         raise Refusal("bad_message", "t is not a message type of rill.v1")
-    return _PARSERS[kind](_Fields(table))
+    return _PARSERS[kind](Fields(table))
 
 
-def _c(read: _Fields) -> str:
+def _c(read: Fields) -> str:
     return read.string("c", CONTEXT_ID_BYTES, least=1)
 
 
-def _open(read: _Fields) -> Open:
+def _open(read: Fields) -> Open:
     return Open(
         c=_c(read),
         voice=read.optional_string("voice", NAME_BYTES),
@@ -509,7 +509,7 @@ def _open(read: _Fields) -> Open:
     )
 
 
-def _format(read: _Fields | None) -> Format | None:
+def _format(read: Fields | None) -> Format | None:
     if read is None:
         return None
     enc = _one_of(read.optional_string("enc", NAME_BYTES), "fmt.enc", ENCODINGS) or "s16le"
@@ -525,7 +525,7 @@ def _one_of(value: str | None, name: str, allowed: tuple[str, ...]) -> str | Non
     return value
 
 
-def _sampling(read: _Fields | None) -> SamplingFields | None:
+def _sampling(read: Fields | None) -> SamplingFields | None:
     if read is None:
         return None
     return SamplingFields(
@@ -537,19 +537,19 @@ def _sampling(read: _Fields | None) -> SamplingFields | None:
     )
 
 
-def _text(read: _Fields) -> Text:
+def _text(read: Fields) -> Text:
     return Text(c=_c(read), n=read.integer("n", 0, 2**53), s=read.string("s", MESSAGE_BYTES))
 
 
-def _flush(read: _Fields) -> Flush:
+def _flush(read: Fields) -> Flush:
     return Flush(c=_c(read), f=read.integer("f", 0, 2**53))
 
 
-def _cancel(read: _Fields) -> Cancel:
+def _cancel(read: Fields) -> Cancel:
     return Cancel(c=_c(read), played_ms=read.optional_number("played_ms", 0, CREDIT_MS_LIMIT))
 
 
-def _ping(read: _Fields) -> Ping:
+def _ping(read: Fields) -> Ping:
     value = read.raw("x")
     if not isinstance(value, str | bytes | int | float | None) or (
         isinstance(value, str | bytes) and len(value) > NAME_BYTES
@@ -558,7 +558,7 @@ def _ping(read: _Fields) -> Ping:
     return Ping(x=value)
 
 
-def _voice_put(read: _Fields) -> VoicePut:
+def _voice_put(read: Fields) -> VoicePut:
     n = read.integer("n", 0, 2**53)
     return VoicePut(
         v=read.string("v", CONTEXT_ID_BYTES, least=1),
@@ -571,7 +571,7 @@ def _voice_put(read: _Fields) -> VoicePut:
     )
 
 
-_PARSERS: Final[dict[str, Callable[[_Fields], ClientMessage]]] = {
+_PARSERS: Final[dict[str, Callable[[Fields], ClientMessage]]] = {
     "open": _open,
     "text": _text,
     "flush": _flush,
