@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 CONFIG ?= configs/embedded.toml
 
-.PHONY: run setup setup-test test bench check lint slow golden gpu clean
+.PHONY: run setup setup-test test bench check lint slow soak fuzz golden gpu clean
 
 run: setup
 	$(BIN)/rill serve --config $(CONFIG)
@@ -31,6 +31,17 @@ bench: setup
 
 slow: setup-test
 	$(BIN)/python -m pytest -q -m "slow and not bench"
+
+# Six minutes by default: five on the scripted engine, a fifth of the load on the embedded voice.
+SOAK_S ?= 300
+soak: setup-test
+	PYTHONPATH=. $(BIN)/python tests/soak/soak.py --seconds $(SOAK_S)
+	PYTHONPATH=. $(BIN)/python tests/soak/soak.py --seconds $(SOAK_S) --engine embedded
+
+FUZZ_S ?= 3600
+fuzz: setup-test
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check '.[fuzz]'
+	PYTHONPATH=. $(BIN)/python tests/fuzz/fuzz_wire.py -max_total_time=$(FUZZ_S)
 
 golden: setup-test
 	$(BIN)/python -m pytest -q -m golden
