@@ -103,6 +103,7 @@ class Segment:
     silent_run: int = 0
     flow: FlowRow | None = None
     num_given: int = 0  # tokens given to the flow
+    num_frames: int = 0  # of mel that came of them
     mel: Tensor | None = None  # [M, frames] not yet sounded
     health: Tensor | None = None  # of the mel: 0, or NaN if it is not finite
     hift: HiftState | None = None
@@ -179,10 +180,12 @@ class Runner:
         lanes: int,
         rows_per_launch: int,
         prompt_remainder: int = 0,
+        keeps_flow: bool = True,
         costs: Costs | None = None,
     ) -> None:
         self.models = models
         self.rows_per_launch = rows_per_launch
+        self.keeps_flow = keeps_flow
         self.costs = costs or Costs()
         self.seconds = dict.fromkeys((TALKER, FLOW, HIFT), 0.0)  # of the device, since the start
         self.talkers = TalkerLanes(models.talker, models.talker_store, lanes=lanes, rows_per_launch=rows_per_launch)
@@ -214,7 +217,7 @@ class Runner:
         self._leases[lane.index] = lane.lease
         silence = SilentRunFilter(self.models.silent_ids)
         self._lanes[lane.index][part] = Segment(utterance, part, silence)
-        if utterance.is_streaming:
+        if utterance.is_streaming and self.keeps_flow:
             with self._sounding.current():
                 self.prefixes.begin(utterance.voice)
 
@@ -402,7 +405,9 @@ class Runner:
         """The flow row with its hop staged and pages for it, or None: it waits for some, or for its voice."""
         flow, store = self.models.flow, self.models.flow_store
         try:
-            state = segment.flow = segment.flow or self.prefixes.row(segment.utterance.voice)
+            if row.is_new_hop and not self.keeps_flow:
+                self._forget_flow(segment)
+            state = segment.flow = segment.flow or self._fresh_row(segment.utterance.voice)
             if state is None:
                 done.blocked.append(row)
                 return None
@@ -419,6 +424,16 @@ class Runner:
             return None
         return state
 
+    def _fresh_row(self, voice: Voice) -> FlowRow | None:
+        """Behind the voice's solved prompt; where nothing is kept, with its prompt to solve."""
+        return self.prefixes.row(voice) if self.keeps_flow else self.models.flow.row(self.prefixes.voice(voice))
+
+    def _forget_flow(self, segment: Segment) -> None:
+        """What the last hop solved: the next one solves it again. One that waits for pages is left as it is."""
+        if segment.flow is not None and not segment.flow.is_staged:
+            self._release_flow(segment)
+            segment.num_given = 0
+
     def _is_hop_solved(self, flow: FlowRow) -> bool:
         return not flow.is_staged or flow.steps_done == self.models.flow.shape.steps
 
@@ -429,7 +444,9 @@ class Runner:
         flow, store = self.models.flow, self.models.flow_store
         healths = torch.stack(flow.faults([state for _, _, state in ended], store))
         for (row, segment, state), health in zip(ended, healths, strict=True):
-            segment.mel = flow.finish(state) if state.is_staged else self._no_mel
+            mel = flow.finish(state) if state.is_staged else self._no_mel
+            segment.mel = mel if self.keeps_flow else mel[:, segment.num_frames :]
+            segment.num_frames += segment.mel.shape[1]
             segment.health = health
             if row.is_final:
                 self._release_flow(segment)

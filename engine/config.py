@@ -141,6 +141,7 @@ class EngineConfig(_Table):
     flow_rows_least: int = 32  # as few as that, if the most urgent row's listener runs dry soon
     share: float = 0.0  # of the device that listeners may take by measured costs, 0.1 to 1; 0: lanes alone are counted
     graphs: bool = True  # captured at the start, on CUDA; false: eager
+    flow_cache: bool = True  # false: each hop solves prompt and all before it again, which benches compare with
     prompt_remainder: int = 0  # the flow's prompts lose their start, up to n * 25 + this many tokens; 0: they don't
     clause_tokens: int = 400  # text tokens of one clause, prompt not counted
     clauses: int = 512  # waiting in one context

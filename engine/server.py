@@ -209,6 +209,7 @@ def build(config: Config, deliver: Deliver, worker: Executor) -> Engine:
             lanes=settings.lanes,
             rows_per_launch=settings.rows_per_launch,
             prompt_remainder=settings.prompt_remainder,
+            keeps_flow=settings.flow_cache,
             costs=costs,
         ),
         Scheduler(limits(settings), costs),

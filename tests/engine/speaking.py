@@ -73,6 +73,7 @@ class Speaking:
             lanes=chosen.lanes,
             rows_per_launch=chosen.rows_per_launch,
             prompt_remainder=chosen.prompt_remainder,
+            keeps_flow=chosen.flow_cache,
         )
         self.said: defaultdict[int, list[ToGateway]] = defaultdict(list)
         self.gauges: list[Gauges] = []
