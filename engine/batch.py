@@ -22,6 +22,7 @@ from engine.cache import OutOfPages
 from engine.costs import FLOW, HIFT, PREFILL, TALKER, WHOLE, Costs
 from engine.flow import FRAMES_PER_TOKEN, Flow, FlowError, FlowPrefix, FlowRow, FlowStore, FlowVoice
 from engine.frontend import Prompt
+from engine.graphs import Graphs
 from engine.hift import Hift, HiftState
 from engine.noise import MAX_FRAMES
 from engine.sampler import Sampling
@@ -41,7 +42,7 @@ from engine.scheduler import (
     TextTooLong,
 )
 from engine.streams import Stream
-from engine.talker import PAGE_ROWS, Limits, SilentRunFilter, Talker, TalkerStore
+from engine.talker import Limits, SilentRunFilter, Talker, TalkerStore
 from engine.talker_lanes import TalkerLanes, Ticket
 from engine.voices import Voice
 
@@ -196,6 +197,25 @@ class Runner:
         self._lanes: list[dict[Part, Segment]] = [{} for _ in range(lanes)]
         self._leases = [0] * lanes
 
+    def warm(self, *, has_graphs: bool, on_capture: Callable[[str], None]) -> None:
+        """Lays out what the models keep on the device and captures their launches. On the CPU there is nothing to do.
+
+        on_capture is called with the name of each launch before its capture. Afterwards nothing is captured any more.
+        """
+        models = self.models
+        talking, sounding = (
+            Graphs(models.device, stream=stream.cuda, is_enabled=has_graphs, on_capture=on_capture)
+            for stream in (self._talking, self._sounding)
+        )
+        with self._talking.current():
+            self.talkers.warm(talking)
+        with self._sounding.current():
+            models.flow.warm(sounding, models.flow_store)
+        for graphs in (talking, sounding):
+            graphs.close()
+        if models.device.type == "cuda":
+            torch.cuda.synchronize(models.device)
+
     # Lanes
 
     def lengths(self, utterance: Utterance) -> Lengths:
@@ -203,7 +223,7 @@ class Runner:
 
     def check(self, utterance: Utterance) -> None:
         """Raises TextTooLong if the caches could never hold this part."""
-        rows, limit = utterance.most_rows, self.models.talker_store.pool.num_pages * PAGE_ROWS
+        rows, limit = utterance.most_rows, self.talkers.max_rows
         if rows > limit:
             raise TextTooLong(f"the talker may need {rows} rows for this text, its cache holds {limit}")
         pages = self.models.flow.pages_for(self.prefixes.prompt_tokens(utterance.voice) + utterance.limits.min_len)

@@ -10,16 +10,18 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from itertools import islice
 
 from engine.batch import EngineFault, Landed, Launched, Runner, Utterance, part_limits
 from engine.costs import FLOW, HIFT, TALKER
 from engine.frontend import Tokenizer, assemble, choose_mode, segments
 from engine.messages import (
     SAMPLE_RATE_HZ,
+    Cancel,
     Clause,
     End,
     Failed,
@@ -51,6 +53,8 @@ logger = logging.getLogger(__name__)
 WARM_LINK = -1  # no gateway: the engine speaks to itself before it is ready
 # The sum of money wakes the normaliser's grammars.
 WARM_TEXT = "One, two, three, and here we go, for $4."
+WARM_CROWDS = (2, 4, 8, 16, 32, 64, 128, 256, 512)  # contexts at once
+WARM_VOICES = 2  # the others' prompts are solved at their first use: many would take long, and fill the cache
 QUEUE_CHECK_S = 0.1
 POLL_S = 1e-4  # between two looks at what is in flight
 REPLAN_S = 5e-3  # while nothing happens: listeners' leads shrink, and talkers that rest may go on
@@ -237,6 +241,7 @@ class Engine:
         self._links: set[int] = set()
         self.host_s = 0.0  # of this thread's turns; on the CPU the models' time is in it
         self._has_launched = False
+        self._is_warm = False
         self._plan_by_s = 0.0
         self._is_stopping = False
         self._gauged_at = clock()
@@ -286,18 +291,46 @@ class Engine:
         self._start_text_work()
         self._deliver()
 
-    def warm(self) -> None:
-        """Speak a sentence with every voice, so that no caller pays for first times. Raises EngineFault."""
-        for number, voice in enumerate(self.reader.voices.builtin):
+    def warm(self, *, has_graphs: bool = True, on_progress: Callable[[str], None] = lambda name: None) -> None:
+        """Everything that a first caller would have to wait for. Raises EngineFault.
+
+        Captures the models' launches, speaks a sentence with the first voices, and, where rows share launches, begins
+        one in crowds of every size: memory is there then, and what a launch of each size costs has been measured.
+        on_progress is called with the name of what comes next.
+        """
+        self.runner.warm(has_graphs=has_graphs, on_capture=on_progress)
+        voices = list(islice(self.reader.voices.builtin, WARM_VOICES))
+        for voice in voices:
+            on_progress(f"speak as {voice}")
+            self._whisper([voice])
+            while self.scheduler.num_contexts:
+                self.step()
+        for size in (size for size in WARM_CROWDS if self.runner.rows_per_launch > 1):
+            if size <= self.scheduler.limits.lanes:
+                on_progress(f"speak with {size} voices")
+                self._whisper([voices[number % len(voices)] for number in range(size)])
+                self._hear(size)
+        self.scheduler.check_integrity()
+        self._is_warm = True
+        logger.info("a launch costs, in ms by rows: %s", self.runner.costs.table())
+
+    def _whisper(self, voices: Sequence[str]) -> None:
+        """The engine speaks to itself, a context for each voice."""
+        for number, voice in enumerate(voices):
             self._say_to_itself(
-                Open(context=number, epoch=0, voice=voice, seed=0),
+                Open(context=number, epoch=0, voice=voice, seed=number),
                 Clause(context=number, epoch=0, index=0, text=WARM_TEXT),
                 End(context=number, epoch=0),
             )
+        self.step()
+
+    def _hear(self, contexts: int) -> None:
+        """Until there is some audio of every context, or its end; then it is enough."""
+        while self.scheduler.num_silent:
             self.step()
-            while self.scheduler.num_contexts:
-                self.step()
-        self.scheduler.check_integrity()
+        self._say_to_itself(*(Cancel(context=number, epoch=0) for number in range(contexts)))
+        while self.scheduler.num_contexts or not self.runner.room.is_idle:
+            self.step()
 
     def _say_to_itself(self, *messages: ToEngine) -> None:
         self.inbox.put(*(Said(WARM_LINK, message) for message in messages))
@@ -417,6 +450,8 @@ class Engine:
             hift_s=self.runner.seconds[HIFT],
             host_s=self.host_s,
             cache_bytes=self.runner.cache_bytes,
+            places=self.scheduler.places,
+            queue_ms=1e3 * self.scheduler.queued_s.value,
         )
 
     def _gauge(self, now: float) -> None:
@@ -424,6 +459,8 @@ class Engine:
         if now - self._gauged_at < self.gauges_s and self.scheduler.num_ended == self._gauged_ends:
             return
         self._gauged_at, self._gauged_ends = now, self.scheduler.num_ended
+        if self._is_warm:
+            self.scheduler.admit()
         self.scheduler.outgoing += [(link, self.gauges()) for link in self._links]
 
     def _deliver(self) -> None:

@@ -235,6 +235,8 @@ class Gauges:
     hift_s: float = 0.0
     host_s: float = 0.0  # the device thread's own time, in which it neither slept nor waited for the device
     cache_bytes: int = 0  # of the pages in use, the voices' too
+    places: int = 0  # lanes that are given out: no more than can be played, by what launches cost
+    queue_ms: float = 0.0  # from a context's Open to its lane, lately
 
 
 ToEngine = Open | Clause | End | Cancel | Credit | VoicePut | VoiceDrop

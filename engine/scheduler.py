@@ -723,13 +723,21 @@ class Scheduler:
 
     def _run(self, lane: Lane, part: Part) -> tuple[_Context, _Run]:
         context = self._tenant(lane)
-        return context, next(run for run in context.runs if run.part == part)
+        for run in context.runs:  # mostly the first
+            if run.part == part:
+                return context, run
+        raise AssertionError(f"{lane} has no part {part}")
 
     # How full it is
 
     @property
     def num_contexts(self) -> int:
         return len(self._contexts)
+
+    @property
+    def num_silent(self) -> int:
+        """Contexts of which nothing was heard yet."""
+        return sum(context.first_audio_s is None for context in self._contexts.values())
 
     @property
     def num_waiting(self) -> int:

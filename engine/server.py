@@ -12,12 +12,14 @@ import logging
 import os
 import signal
 import socket as sockets
+import sys
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import msgpack  # type: ignore[import-untyped]
 import torch
@@ -300,6 +302,38 @@ def cloning_models(folder: Path) -> CloningModels | None:
 # The process
 
 
+class WarmUp:
+    """Shows how far the start has come: a bar on a terminal, else a line of the log for each stage."""
+
+    STAGES = ("talker", "flow", "hift", "speak")
+
+    def __init__(self, shown: TextIO = sys.stderr) -> None:
+        self._shown, self._is_terminal = shown, shown.isatty()
+        self._started = time.perf_counter()
+        self._num_done, self._stage = 0, ""
+
+    def __call__(self, name: str) -> None:
+        """`name` comes next; its first word is its stage."""
+        stage = name.split()[0].rstrip(":")
+        if self._is_terminal:
+            done = self.STAGES.index(stage) if stage in self.STAGES else 0
+            bar = "#" * 5 * done + "." * 5 * (len(self.STAGES) - done)
+            self._shown.write(f"\r\x1b[2Kwarming up [{bar}] {self._seconds:.0f} s, {self._num_done} ready, next {name}")
+            self._shown.flush()
+        elif stage != self._stage:
+            logger.info("warming up, %s: %d ready after %.0f s", stage, self._num_done, self._seconds)
+        self._num_done, self._stage = self._num_done + 1, stage
+
+    def end(self) -> None:
+        if self._is_terminal:
+            self._shown.write("\r\x1b[2K")
+        logger.info("warm after %.1f s", self._seconds)
+
+    @property
+    def _seconds(self) -> float:
+        return time.perf_counter() - self._started
+
+
 async def serve(
     config: Config, socket: Path, on_ready: Callable[[], None] = lambda: None, *, is_leashed: bool = False
 ) -> int:
@@ -335,7 +369,10 @@ async def _serve(
     loop = asyncio.get_running_loop()
     pipe = Pipe(loop)
     engine = await loop.run_in_executor(device, build, config, pipe.post, text)
-    await loop.run_in_executor(device, engine.warm)
+    warm_up = WarmUp()
+    has_graphs = config.engine.graphs
+    await loop.run_in_executor(device, lambda: engine.warm(has_graphs=has_graphs, on_progress=warm_up))
+    warm_up.end()
     pipe.inbox = engine.inbox
     pipe.cloning = cloning = Cloning(
         engine.reader.voices,
