@@ -12,8 +12,9 @@ import hashlib
 import logging
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -77,6 +78,7 @@ class TalkerLanes:
         self.draws = LaneDraws(lanes, talker.shape.speech_vocab, device=self.device)
         self.prompts = PromptPages(store.pool)
         self._tenants: list[Tenant | None] = [None] * lanes
+        self._unsettled: list[Callable[[], None]] = []
         self._paged: PagedTalker | None = None
 
     def warm(self, graphs: Graphs) -> None:
@@ -110,9 +112,10 @@ class TalkerLanes:
             self.store.pool.release(pages)
             raise
         self._tenants[lane] = Tenant(prompt, names, pages, shared, most)
-        self.draws.seat(lane, sampling, seed=seed, clause=clause, min_len=limits.min_len)
+        min_len = limits.min_len
+        self._unsettled.append(partial(self.draws.seat, lane, sampling, seed=seed, clause=clause, min_len=min_len))
         if self._paged is not None:
-            self._paged.seat(lane, pages, len(prompt))
+            self._unsettled.append(partial(self._paged.seat, lane, pages, len(prompt)))
         return shared
 
     def free(self, lane: int) -> None:
@@ -149,6 +152,7 @@ class TalkerLanes:
 
         The ticket holds the first ids of those lanes whose prompt this completes, in the order given.
         """
+        self._settle()
         fed = [(lane, self._span(self._tenant(lane), start, count)) for lane, start, count in chunks]
         if self._paged is not None:
             parts = self._feed_paged(self._paged, fed)
@@ -161,10 +165,17 @@ class TalkerLanes:
     @torch.inference_mode()
     def decode(self, lanes: Sequence[int]) -> Ticket:
         """One more id for each lane, whose own last id is fed; every lane at most once."""
+        self._settle()
         stepped = [(lane, self._span(tenant, tenant.length, 1)) for lane in lanes if (tenant := self._tenant(lane))]
         if self._paged is not None:
             return Ticket([self._paged.decode(lanes)] if lanes else [])
         return Ticket([self._step(group) for group in self._groups(stepped)])
+
+    def _settle(self) -> None:
+        """Tells the device of new tenants, on the stream that launches for them and before it does."""
+        for tell in self._unsettled:
+            tell()
+        self._unsettled.clear()
 
     def _groups(self, items: Sequence[Item]) -> Iterator[Sequence[Item]]:
         return (items[at : at + self.rows_per_launch] for at in range(0, len(items), self.rows_per_launch))
