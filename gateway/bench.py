@@ -389,7 +389,7 @@ class Bench:
             if voice not in self._used:
                 await self.say(Point(voices=voice))
             return [voice]
-        unused = [voice for voice in self.voices if voice not in self._used]
+        unused = [voice for voice in reversed(self.voices) if voice not in self._used]  # warm-ups use the first ones
         if len(unused) < point.streams:
             raise BenchError(f"{point.name} needs {point.streams} voices not used yet, {len(unused)} are left")
         return unused

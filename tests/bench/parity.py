@@ -10,6 +10,7 @@ lanes alone, in eights and all together. Each line says what was found and what 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import math
@@ -39,7 +40,7 @@ LENGTHS = (122, 60, 181, 28, 3, 97, 140, 25)  # tokens of the rows under compari
 HOP = 25
 MEL_LIMITS = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # relative RMS
 STEPS = 40  # of the talker
-LANES = 64
+LANES, FEW = 64, 16
 
 
 def flow_rows(checkpoint: Checkpoint) -> list[tuple[FlowVoice, list[int]]]:
@@ -123,23 +124,30 @@ class Parity:
         name, limit = str(dtype).removeprefix("torch."), MEL_LIMITS[dtype]
 
         def flow_streamed() -> None:
-            mels = streamed(checkpoint.flow, a_store(checkpoint.flow, wanted.rows, dtype), wanted.rows)
+            store = a_store(checkpoint.flow, wanted.rows, dtype)
+            with warming() as graphs:
+                checkpoint.flow.warm(graphs, store)
+                mels = streamed(checkpoint.flow, store, wanted.rows)
             self._say(f"flow streamed, {name}", farthest(mels, wanted.causal), limit)
             strict = farthest(moved(mels, wanted.rows), moved(wanted.causal, wanted.rows))
             self._say(f"flow streamed, {name}: of what the steps add to the noise", strict, math.inf)
 
         def flow_whole() -> None:
-            mels = checkpoint.flow.offline_all(wanted.rows[:4])
+            mels = checkpoint.flow.offline_all(wanted.rows[:4])  # by the kernels that the check before has chosen
             self._say(f"flow whole, {name}", farthest(mels, wanted.whole), limit)
 
         def hift_pushed() -> None:
-            waves = pushed(checkpoint.hift, wanted.causal[:4])
+            with warming() as graphs:
+                checkpoint.hift.warm(graphs, lanes=4)
+                waves = pushed(checkpoint.hift, wanted.causal[:4])
             self._say(f"hift pushed, {name}", farthest(waves, wanted.waves), 2e-2)
 
         def talker_lanes() -> None:
-            alone, eights, crowd = (ids_of(checkpoint.talker, size) for size in (1, 8, LANES))
-            for what, got in (("in eights", eights), ("all together", crowd)):
-                share = sum(a != b for a, b in zip(alone, got, strict=True)) / LANES
+            with warming() as graphs:
+                lanes = all_lanes(checkpoint.talker, dtype, graphs)
+                crowd, alone, eights = ids_of(lanes, LANES, LANES), ids_of(lanes, 1, FEW), ids_of(lanes, 8, FEW)
+            for what, got in (("in eights", eights), (f"among {LANES}", crowd)):
+                share = sum(a != b for a, b in zip(alone, got[:FEW], strict=True)) / FEW
                 most = 0.0 if dtype == torch.float32 else 1.0
                 self._say(f"talker, {name}: share of lanes that differ {what} from alone", share, most)
 
@@ -167,6 +175,23 @@ def a_store(flow: Flow, rows: Sequence[tuple[FlowVoice, list[int]]], dtype: torc
     return FlowStore(flow.shape, pages + 4, device=torch.device(DEVICE), dtype=dtype)
 
 
+@contextlib.contextmanager
+def warming() -> Iterator[Graphs]:
+    """Graphs, and within it their stream; at its end what ran on it is there for everyone."""
+    graphs = Graphs(DEVICE)
+    with torch.cuda.stream(graphs.stream) if DEVICE == "cuda" else contextlib.nullcontext():
+        yield graphs
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def all_lanes(talker: Talker, dtype: torch.dtype, graphs: Graphs) -> TalkerLanes:
+    store = TalkerStore(talker.shape, LANES * 16, device=torch.device(DEVICE), dtype=dtype)
+    lanes = TalkerLanes(talker, store, lanes=LANES, rows_per_launch=LANES)
+    lanes.warm(graphs)
+    return lanes
+
+
 @torch.inference_mode()
 def pushed(hift: Hift, mels: Sequence[Tensor]) -> list[Tensor]:
     """[S] of each, in pieces of 50 frames, all lanes that have one in each call."""
@@ -192,25 +217,22 @@ def farthest(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
     return max(relative_rms(a, b) for a, b in zip(found, wanted, strict=True))
 
 
-def ids_of(talker: Talker, size: int) -> list[list[int | None]]:
-    """STEPS ids of each of LANES prompts, `size` lanes in a call."""
-    dtype = talker.llm_decoder.weight.dtype
-    store = TalkerStore(talker.shape, LANES * 16, device=torch.device(DEVICE), dtype=dtype)
-    lanes = TalkerLanes(talker, store, lanes=LANES, rows_per_launch=LANES)
-    lanes.warm(Graphs(DEVICE))
+def ids_of(lanes: TalkerLanes, size: int, count: int) -> list[list[int | None]]:
+    """STEPS ids of each of the first lanes, so many of them, `size` lanes in a call."""
     generator = torch.Generator().manual_seed(3)
-    said: list[list[int | None]] = [[] for _ in range(LANES)]
-    for lane in range(LANES):
+    said: list[list[int | None]] = []
+    for lane in range(count):
         text = torch.randint(0, 256, (20 + lane % 7,), generator=generator).tolist()
         speech = torch.randint(0, 6561, (125,), generator=generator).tolist()
-        prompt = talker.prompt_ids(text[:10], text[10:], speech)
-        lanes.seat(lane, prompt, sampling=Sampling(), seed=lane, clause=0, limits=Limits(2 * STEPS, 2 * STEPS))
-        (first,) = lanes.prefill([(lane, 0, len(prompt))]).fetch()
-        said[lane].append(first)
-    for group in groups(range(LANES), size):
+        prompt = lanes.talker.prompt_ids(text[:10], text[10:], speech)
+        start = lanes.seat(lane, prompt, sampling=Sampling(), seed=lane, clause=0, limits=Limits(2 * STEPS, 2 * STEPS))
+        said.append(lanes.prefill([(lane, start, len(prompt) - start)]).fetch())
+    for group in groups(range(count), size):
         for _ in range(STEPS):
             for lane, code in zip(group, lanes.decode(group).fetch(), strict=True):
                 said[lane].append(code)
+    for lane in range(count):
+        lanes.free(lane)
     return said
 
 
