@@ -574,12 +574,13 @@ class Flow(nn.Module):
             return
         most = max(len(unit.pages) for unit in units)
         table = to_device(unit_columns(units, store.nobody, len(units), most), self.device)
-        tables = Units.of(table, paged_width(units, self.shape.chunk_frames, self.device))
+        data, angles, page = store.data, self.tables().angles, self.shape.chunk_frames
         if self._paged is not None:
-            attend = self._paged(store.data, tables, self.tables().angles)
+            tables = Units.of(table, page)
+            self.advance_units(tables, store, self._paged(data, tables, angles))
         else:
-            attend = paged(store.data, tables, units, self.tables().angles)
-        self.advance_units(tables, store, attend)
+            tables = Units.of(table, paged_width(units, page, self.device))
+            self.advance_units(tables, store, paged(data, tables, units, angles))
 
     def advance_units(self, units: Units, store: FlowStore, attend: AttendLayer) -> None:
         """The body of an Euler step: moves x of the units' pages; writes their keys, values and tails."""

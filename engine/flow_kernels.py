@@ -254,7 +254,7 @@ class FusedPaged:
             H=heads,
             E=width,
             ROWS=max(16, triton.next_power_of_2(units.width)),
-            num_warps=4,
+            num_warps=4 if qkv.element_size() == 2 else 8,
             num_stages=3 if qkv.element_size() == 2 else 1,
         )
         return out

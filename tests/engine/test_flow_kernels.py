@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from engine.attention import Angles, EachPaged, EachRow, GatheredPaged, Unit, Units, Whole, unit_columns
+from engine.attention import Angles, EachPaged, EachRow, GatheredPaged, RowsChoice, Unit, Units, Whole, unit_columns
 from engine.dit import Estimator, FlowShape, Modulations, Packed
+from engine.flow import Flow, FlowStore, FlowVoice
 
 pytest.importorskip("triton")
 
@@ -130,3 +133,28 @@ def test_rows_attention(place: Place) -> None:
     qkv = draw(place, 1, 2, len(positions), 3, shape.heads, shape.head_dim)
     want = EachRow(whole, angles)(0, qkv.clone())
     assert_near(FusedRows(whole, angles)(0, qkv), want, place)
+
+
+@torch.inference_mode()
+def test_streamed_and_whole_rows_through_all_kernels_equal_the_dense_ones(place: Place) -> None:
+    device, shape, dtype = place
+    torch.manual_seed(2)
+    flow = Flow(replace(shape, depth=1, steps=1)).to(device).eval().requires_grad_(False)
+    prompt = torch.randint(40, (20,)), torch.randn(40, 80, device=device), torch.randn(192, device=device)
+    voice, tokens = FlowVoice(*prompt), torch.randint(40, (9,)).tolist()
+    offline = [x[None] for x in (torch.tensor(tokens), *prompt)]
+    want, whole = (flow.offline(*offline, streaming=streaming, finalize=True)[0] for streaming in (True, False))
+
+    inv_freq = flow.estimator.rotary_embed.inv_freq.clone()
+    flow = flow.to(dtype)
+    flow.estimator.rotary_embed.inv_freq = inv_freq
+    store = FlowStore(flow.shape, 6, device, dtype)
+    flow._packed, flow._paged, flow._rows = FusedPacked, FusedPaged, RowsChoice({1: FusedRows})
+    row, pieces = flow.row(voice), []
+    for part in (tokens[:8], tokens[8:]):
+        if flow.begin(row, part, is_final=len(row.ids) > 20):
+            while row.steps_done < flow.shape.steps:
+                flow.step([row], store)
+            pieces.append(flow.finish(row))
+    assert_near(torch.cat(pieces, dim=1), want, place)
+    assert_near(flow.offline_all([(voice, tokens)])[0], whole, place)
