@@ -473,7 +473,7 @@ class Scheduler:
         self._now = now
         self._expire(now)
         urgent = sorted((c for c in self._seated() if c.runs), key=self._deadline_s)
-        plan = self._plan_one(urgent) if self.limits.is_serial else self._plan_all(urgent, room, now)
+        plan = self._plan_one(urgent, room) if self.limits.is_serial else self._plan_all(urgent, room, now)
         if plan.is_empty and room.is_idle and (stuck := [c for c in urgent if c.is_blocked]):
             # Nobody can run and somebody lacks pages: waiting would never end. The least urgent gives way.
             self._fail(stuck[-1], Overloaded("no cache pages are free"))
@@ -483,13 +483,13 @@ class Scheduler:
     def _deadline_s(self, context: _Context) -> tuple[float, float]:
         return min(context.due_s, context.served_s + self.limits.ageing_s), context.since_s
 
-    def _plan_one(self, urgent: list[_Context]) -> Plan:
+    def _plan_one(self, urgent: list[_Context], room: Room) -> Plan:
         for context in urgent:
             if (hift := self._hift_row(context)) is not None:
                 return Plan(hift=(hift,))
-            if (flow := self._flow_row(context)) is not None:
+            if room.flow and (flow := self._flow_row(context)) is not None:
                 return Plan(flow=(flow,))
-            if (talker := self._talker_row(context, self.limits.prefill_rows)) is not None:
+            if room.talker and (talker := self._talker_row(context, self.limits.prefill_rows)) is not None:
                 return Plan(talker=(talker,))
         return Plan()
 
