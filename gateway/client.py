@@ -34,6 +34,7 @@ from urllib.parse import urlsplit, urlunsplit
 from websockets.asyncio.client import ClientConnection
 from websockets.asyncio.client import connect as connect_socket
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI
+from websockets.protocol import State
 from websockets.typing import Subprotocol
 
 from gateway import wire
@@ -133,6 +134,11 @@ class Client:
         self._drops: dict[str, asyncio.Future[tuple[wire.Voice, ...]]] = {}
         self._reader = asyncio.create_task(self._read(), name="rill-client")
 
+    @property
+    def is_open(self) -> bool:
+        """The connection is there, as far as this side knows."""
+        return self._socket.state is State.OPEN
+
     async def say(
         self,
         text: str | AsyncIterable[str],
@@ -168,8 +174,12 @@ class Client:
         lang: str | None = None,
         instruct: str | None = None,
         sampling: wire.SamplingFields | None = None,
+        buffer_s: float = BUFFER_S,
     ) -> Context:
-        """A new context, once the server has a place for it. Raises ContextError if it refuses."""
+        """A new context, once the server has a place for it. Raises ContextError if it refuses.
+
+        buffer_s: how far the server may be ahead of what is taken from the context.
+        """
         c = f"c{next(self._ids)}"
         request = wire.Open(
             c=c,
@@ -180,10 +190,14 @@ class Client:
             instruct=instruct,
             sampling=sampling,
         )
-        context = Context(self, c)
+        context = Context(self, c, buffer_s)
         self._contexts[c] = context
         await self.send(request)
-        await context.opened()
+        try:
+            await context.opened()
+        except asyncio.CancelledError:
+            await context.cancel()  # nobody is left to end it
+            raise
         return context
 
     async def voices(self) -> tuple[wire.Voice, ...]:
@@ -283,8 +297,9 @@ def _break(answer: asyncio.Future[Any] | None, error: GatewayError) -> None:
 class Context:
     """One utterance; made by `Client.open`. Iterate over it, once, for its audio."""
 
-    def __init__(self, client: Client, c: str) -> None:
+    def __init__(self, client: Client, c: str, buffer_s: float) -> None:
         self.c = c
+        self._buffer_s = buffer_s
         self.result: wire.Done | wire.Cancelled | None = None
         self._client = client
         self._opened: asyncio.Future[wire.Opened] = asyncio.get_running_loop().create_future()
@@ -390,8 +405,8 @@ class Context:
 
     async def _allow(self) -> None:
         """Credit as far as the buffer reaches from what has been taken."""
-        limit_s = self._taken_s + BUFFER_S
-        if not self._is_over and limit_s >= self._credit_s + CREDIT_STEP_S:
+        limit_s, step_s = self._taken_s + self._buffer_s, min(CREDIT_STEP_S, self._buffer_s / 5)
+        if not self._is_over and limit_s >= self._credit_s + step_s:
             self._credit_s = limit_s
             await self._client.send(wire.Credit(c=self.c, ms=limit_s * 1000))
 
