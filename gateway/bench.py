@@ -77,12 +77,14 @@ class BenchError(GatewayError):
 class Point:
     """One load. voices: hot, cold, pooled or the name of one. tokens: speech tokens of each text; 0: the spread of
     Seed-TTS EN. cancels: share that is cut. listens: audio is taken as a player plays it; a closed loop waits for that.
+    rounds: of a burst, each when the one before is over.
     """
 
     kind: str = "closed"
     streams: int = 1
     rate: float = 0.0  # requests a second
     seconds: float = 20.0
+    rounds: int = 1
     voices: str = "hot"
     pool: int = 32
     tokens: int = 0
@@ -335,30 +337,40 @@ class Bench:
     async def measure(self, point: Point) -> dict[str, Any]:
         """The point's result, ready for figures.table. Raises BenchError, OSError or WebSocketException."""
         await self._meet()
-        voices = await self._voices_for(point)
-        shares = loads(point, speech_url(self.url), self._writer, self.ratio, voices, self._num_processes(point))
-        watch = Watch(self.url)
-        async with Crew(shares) as crew, watch.running():
-            begin_s = time.monotonic() + 0.3
-            seen = await crew.run(begin_s)
+        watch, seen, spans = Watch(self.url), list[Seen](), list[tuple[float, float]]()
+        async with watch.running():
+            for number in range(point.rounds if point.kind == "burst" else 1):
+                some, span = await self._run(replace(point, seed=point.seed + number))
+                seen += some
+                spans.append(span)
             left = await self._until_idle()
         self.traces = sorted((trace for one in seen for trace in one.traces), key=lambda trace: trace.sent_s)
-        self._used |= {trace.voice for trace in self.traces}
-        begin_s, end_s = window(point, begin_s, self.traces)
+        begin_s, end_s = spans[0][0], spans[-1][1]
         return {
             "name": point.name if self.series == "rill" else f"{self.series}: {point.name}",
             "series": self.series,
             "point": asdict(point),
-            "figures": Figures.of(self.traces, begin_s, end_s),
+            "figures": Figures.of(self.traces, spans),
             "gauges": watch.gauges(begin_s, end_s),
             "gpu": watch.gpu(begin_s, end_s),
             "left": left,
             "client": {
-                "processes": len(shares),
+                "processes": self._num_processes(point),
                 "late_ms": round(1e3 * max(one.lag_s for one in seen), 2),
                 "stray": sum(one.stray for one in seen),
             },
         }
+
+    async def _run(self, point: Point) -> tuple[list[Seen], tuple[float, float]]:
+        """The point's load, once. -> what the listeners saw, and from when to when it counts."""
+        voices = await self._voices_for(point)
+        shares = loads(point, speech_url(self.url), self._writer, self.ratio, voices, self._num_processes(point))
+        async with Crew(shares) as crew:
+            begin_s = time.monotonic() + 0.3
+            seen = await crew.run(begin_s)
+        traces = [trace for one in seen for trace in one.traces]
+        self._used |= {trace.voice for trace in traces}
+        return seen, window(point, begin_s, traces)
 
     async def say(self, point: Point, count: int = 1) -> list[Trace]:
         """Some requests of the point, one after another, from this process."""
@@ -449,6 +461,7 @@ def add_arguments(parser: argparse.ArgumentParser, default_profile: Path) -> Non
     parser.add_argument("--burst", type=_numbers, default=(), help="so many requests at the same moment")
     parser.add_argument("--rate", type=float, nargs="+", default=(), help="requests a second, at random moments")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each point; default 20")
+    parser.add_argument("--rounds", type=int, default=1, help="of each burst; default 1")
     parser.add_argument(
         "--voices", type=_words, default=("hot",), help="hot, cold, pooled or a name, by commas; default hot"
     )
@@ -476,6 +489,7 @@ def points(options: argparse.Namespace) -> list[Point]:
     """The points that the options ask for, in the order of their kinds."""
     shape = Point(
         seconds=options.seconds,
+        rounds=options.rounds,
         pool=options.pool,
         tokens=options.tokens,
         cancels=options.cancels,

@@ -147,14 +147,18 @@ class Figures:
     audio_per_token: float | None  # seconds; 0.04 where the text fixes the length
 
     @classmethod
-    def of(cls, traces: Sequence[Trace], begin_s: float, end_s: float) -> Figures:
-        """Of the requests sent, and the audio come, from begin to end."""
-        chosen = [trace for trace in traces if begin_s <= trace.sent_s < end_s]
+    def of(cls, traces: Sequence[Trace], spans: Sequence[tuple[float, float]]) -> Figures:
+        """Of the requests sent, and the audio come, within some spans of time that don't overlap."""
+
+        def is_inside(at_s: float) -> bool:
+            return any(begin_s <= at_s < end_s for begin_s, end_s in spans)
+
+        chosen = [trace for trace in traces if is_inside(trace.sent_s)]
         done = [trace for trace in chosen if trace.outcome == "done"]
-        audio_s = sum(n for trace in traces for at_s, n in trace.arrivals if begin_s <= at_s < end_s) / RATE_HZ
+        audio_s = sum(n for trace in traces for at_s, n in trace.arrivals if is_inside(at_s)) / RATE_HZ
         underruns = [underrun_s(trace.arrivals) for trace in done if len(deliveries(trace.arrivals)) > 1]
         broken = sum(trace.is_failed and bool(trace.arrivals) for trace in chosen)
-        wall_s = max(end_s - begin_s, 1e-9)
+        wall_s = max(sum(end_s - begin_s for begin_s, end_s in spans), 1e-9)
         return cls(
             requests=len(chosen),
             done=len(done),
@@ -163,7 +167,7 @@ class Figures:
             wall_s=round(wall_s, 3),
             audio_s=round(audio_s, 3),
             audio_s_per_s=round(audio_s / wall_s, 2),
-            requests_per_s=round(sum(begin_s <= t.end_s < end_s and t.outcome == "done" for t in traces) / wall_s, 3),
+            requests_per_s=round(sum(is_inside(t.end_s) and t.outcome == "done" for t in traces) / wall_s, 3),
             first_pcm=Spread.of(first for trace in chosen if (first := trace.first_pcm_s) is not None),
             answer=Spread.of(trace.end_s - trace.sent_s for trace in done),
             queue=Spread.of(trace.queued_ms / 1e3 for trace in chosen if not trace.is_failed),
@@ -266,6 +270,7 @@ def plot(results: Sequence[dict[str, Any]], path: Path) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import ScalarFormatter
 
     figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(8, 8))
     series: dict[str, list[dict[str, Any]]] = {}
@@ -282,8 +287,9 @@ def plot(results: Sequence[dict[str, Any]], path: Path) -> None:
         shares = [(count, 100 * figures.c50) for count, figures in heard if figures.c50 is not None]
         below.plot([x for x, _ in shares], [y for _, y in shares], marker="o", color=line.get_color(), label=name)
     above.set(ylabel="first PCM, ms", yscale="log")
-    below.set(ylabel="C50, % of answers", xlabel="streams at once", xscale="log", ylim=(-3, 103))
+    below.set(ylabel="C50, % of answers", xlabel="streams at once", ylim=(-3, 103))
     below.set_xscale("log", base=2)
+    below.xaxis.set_major_formatter(ScalarFormatter())
     for axes in (above, below):
         axes.grid(visible=True, alpha=0.3)
         axes.legend(fontsize="small")

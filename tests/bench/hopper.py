@@ -55,7 +55,7 @@ class Stage:
 def stages(seconds: float, churn_s: float) -> dict[str, Stage]:
     """By name, in order of importance; `seconds` of each closed loop."""
     hot = Point(seconds=seconds)
-    burst = replace(hot, kind="burst")
+    burst = replace(hot, kind="burst", rounds=3)
     listening = replace(hot, listens=True, seconds=max(seconds, 15.0))
     crowd = replace(listening, streams=256, voices="pooled")
     return {
@@ -66,14 +66,14 @@ def stages(seconds: float, churn_s: float) -> dict[str, Stage]:
                 replace(hot, streams=64),
                 replace(hot, streams=128),
                 replace(hot, streams=256),
-                replace(burst, streams=64, voices="cold"),
+                replace(burst, streams=64, voices="cold", rounds=2),
             )
         ),
         "listen": Stage(points=tuple(replace(listening, streams=streams) for streams in (128, 256, 320))),
         "churn": Stage(points=(crowd, replace(crowd, cancels=0.3, seconds=churn_s))),
         "shapes": Stage(
             points=(
-                replace(burst, streams=4, tokens=1500),
+                replace(burst, streams=4, tokens=1500, rounds=1),
                 replace(burst, streams=8, tokens=int(RATIO)),
                 replace(hot, streams=64, voices="pooled", pool=64),
                 replace(hot, streams=16),
@@ -89,7 +89,9 @@ def stages(seconds: float, churn_s: float) -> dict[str, Stage]:
             points=(replace(burst, streams=64), replace(hot, streams=64), replace(hot, streams=1, seconds=4.0)),
         ),
         "serial": Stage(
-            series="one at a time", changes=BASELINES["one at a time"], points=(replace(burst, streams=64),)
+            series="one at a time",
+            changes=BASELINES["one at a time"],
+            points=(replace(burst, streams=64, rounds=1),),
         ),
         "poisson": Stage(
             points=tuple(replace(listening, kind="poisson", rate=rate, listens=True) for rate in (10.0, 20.0, 40.0))
@@ -174,7 +176,7 @@ class Hopper:
         return Bench(url, count=text_counter(self.out / "bench.toml"), ratio=RATIO, series=series)
 
     async def _measure(self, bench: Bench, point: Point) -> None:
-        seconds = point.seconds if point.kind != "burst" else 5.0
+        seconds = point.seconds if point.kind != "burst" else 5.0 * point.rounds
         if self.left_s < seconds + SPARE_S:
             self.results.append(_failed(bench, point, "no time left"))
             return
