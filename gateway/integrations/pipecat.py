@@ -145,6 +145,12 @@ class RillTTSService(WebsocketTTSService):  # type: ignore[misc]
             await socket.close()
             await self._call_event_handler("on_disconnected")
 
+    async def _close_connection_contexts(self) -> None:
+        """What was to come over the socket comes no more: each turn on it ends with what has been heard."""
+        for c in list(self._turns):
+            await self._end(c)
+        await super()._close_connection_contexts()
+
     async def _reconnect_websocket(self, attempt_number: int) -> bool:
         """A text may have opened it again by itself while the receive task waited for its next attempt."""
         if self._is_open():
