@@ -27,7 +27,7 @@ import time
 import tomllib
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -35,6 +35,7 @@ from urllib.parse import urlsplit
 from websockets.exceptions import WebSocketException
 
 from engine import config as profiles
+from engine.messages import Gauges
 from gateway import figures as shown
 from gateway.client import speech_url
 from gateway.decks import Request, Writer, deck, spread, voice_order
@@ -47,6 +48,7 @@ STREAMS_PER_PROCESS: Final = 32
 LINES_PER_PROCESS: Final = 32  # of a Poisson load, whose requests share connections
 DECK: Final = 64  # requests of a closed loop's deck, in each process
 RAMP: Final = (0.2, 3.0)  # share of a closed loop's time that is not counted, and the most seconds of it
+GAUGES: Final = frozenset(one.name for one in fields(Gauges))
 GAUGES_S: Final = 0.25
 IDLE_S: Final = 10.0  # for the engine to be empty after a point
 CONNECT_S: Final = 60.0
@@ -233,7 +235,7 @@ class Crew:
 
 
 async def gauges(url: str) -> dict[str, float]:
-    """The server's own figures, from its /metrics, without the prefix; empty if it gives none."""
+    """The engine's own figures, from the server's /metrics; empty if it gives none."""
     parts = urlsplit(url)
     try:
         reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
@@ -249,8 +251,8 @@ async def gauges(url: str) -> dict[str, float]:
     found = {}
     for line in text.splitlines():
         name, _, value = line.rpartition(" ")
-        if name.startswith("rill_engine_") and "{" not in name:
-            found[name.removeprefix("rill_engine_")] = float(value)
+        if (name := name.removeprefix("rill_engine_")) in GAUGES:
+            found[name] = float(value)
     return found
 
 
