@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from engine.cache import OutOfPages
-from engine.costs import FLOW, HIFT, PREFILL, TALKER, WHOLE, Costs
+from engine.costs import FLOW, HIFT, PREFILL, TALKER, WHOLE, Costs, Mean
 from engine.flow import FRAMES_PER_TOKEN, Flow, FlowError, FlowPrefix, FlowRow, FlowStore, FlowVoice
 from engine.frontend import Prompt
 from engine.graphs import Graphs
@@ -51,6 +51,7 @@ Row = TypeVar("Row", TalkerRow, FlowStep, HiftRow)
 Result = TypeVar("Result")
 Kernel = Callable[[Sequence[Row], "Launched"], None]
 
+CODES_PER_TEXT = 5.0  # until some have been counted
 MAX_VOICES = 1_024  # whose prompts stay on the device, 0.1 MB each
 MAX_SILENT_RUN = 75  # ids, three seconds: a talker that says nothing for so long has lost its text
 MODEL_OF = {TALKER: TALKER, PREFILL: TALKER, FLOW: FLOW, WHOLE: FLOW, HIFT: HIFT}  # whose time a stage is
@@ -188,6 +189,7 @@ class Runner:
         self.rows_per_launch = rows_per_launch
         self.keeps_flow = keeps_flow
         self.costs = costs or Costs()
+        self.codes_per_text = Mean(CODES_PER_TEXT)  # that talkers gave for an id of text
         self.seconds = dict.fromkeys((TALKER, FLOW, HIFT), 0.0)  # of the device, since the start
         self.talkers = TalkerLanes(models.talker, models.talker_store, lanes=lanes, rows_per_launch=rows_per_launch)
         self.prefixes = Prefixes(models.flow, models.flow_store, prompt_remainder)
@@ -375,6 +377,7 @@ class Runner:
         is_end = is_stop or segment.is_over
         if is_end:
             self._release_talker(lane, segment)
+            self.codes_per_text.add(len(segment.tokens) / max(1, segment.utterance.prompt.num_target))
         return len(segment.tokens), is_end
 
     # Flow
@@ -427,6 +430,9 @@ class Runner:
         try:
             if row.is_new_hop and not self.keeps_flow:
                 self._forget_flow(segment)
+            if segment.flow is None and not self._may_begin(segment):
+                done.blocked.append(row)
+                return None
             state = segment.flow = segment.flow or self._fresh_row(segment.utterance.voice)
             if state is None:
                 done.blocked.append(row)
@@ -443,6 +449,23 @@ class Runner:
             done.faults.append((row.lane, TextTooLong(str(error))))
             return None
         return state
+
+    def _may_begin(self, segment: Segment) -> bool:
+        """A row begins if the pages will probably last to its end and to that of all rows under way: else one that
+        somebody listens to would stop short. With none under way it may try."""
+        store, under_way = self.models.flow_store, [one for one in self.segments() if one.flow is not None]
+        free = store.pool.num_free - sum(self._pages_to_come(one) for one in under_way)
+        need = self._pages_to_come(segment)
+        return not under_way or need <= free or need <= free + self.prefixes.num_unused_pages
+
+    def _pages_to_come(self, segment: Segment) -> int:
+        used = segment.utterance
+        tokens = len(segment.tokens)
+        if not segment.is_talked:
+            likely = int(self.codes_per_text.value * used.prompt.num_target)
+            tokens = max(tokens, used.limits.min_len, min(likely, used.limits.max_len))
+        held = len(segment.flow.pages) if segment.flow is not None else self.prefixes.pages_of(used.voice)
+        return max(0, self.models.flow.pages_for(self.prefixes.prompt_tokens(used.voice) + tokens) - held)
 
     def _fresh_row(self, voice: Voice) -> FlowRow | None:
         """Behind the voice's solved prompt; where nothing is kept, with its prompt to solve."""
@@ -580,6 +603,16 @@ class Prefixes:
     def num_pages(self) -> int:
         held = (*self._solved.values(), *self._begun.values())
         return sum(len(prefix.pages) for prefix in held)
+
+    @property
+    def num_unused_pages(self) -> int:
+        """That `make_room` could give."""
+        pool = self.store.pool
+        return sum(len(one.pages) for one in self._solved.values() if all(pool.holders(p) == 1 for p in one.pages))
+
+    def pages_of(self, voice: Voice) -> int:
+        """That a row behind this voice's prompt would share."""
+        return len(self._solved[voice.id].pages) if voice.id in self._solved else 0
 
     def prompt_tokens(self, voice: Voice) -> int:
         """Of a streamed row."""

@@ -23,8 +23,9 @@ class Mean:
 
     __slots__ = ("count", "value")
 
-    def __init__(self) -> None:
-        self.value, self.count = 0.0, 0
+    def __init__(self, value: float = 0.0) -> None:
+        """value: what it is before anything was measured."""
+        self.value, self.count = value, 0
 
     def add(self, value: float) -> None:
         self.count += 1

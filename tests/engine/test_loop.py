@@ -413,6 +413,16 @@ def test_few_flow_pages_make_contexts_wait_or_be_refused_but_never_hang(make: Ma
     speaking.assert_empty()
 
 
+def test_a_row_begins_when_the_pages_will_last_for_all(make: Make) -> None:
+    """Two rows of five pages each fit in nine with the shared prompt's; the third waits instead of stopping one."""
+    speaking = make(flow_pages=9)
+    for context in range(3):
+        speaking.open(context, "Hi.", seed=context)
+    speaking.finish(range(3))
+    assert all(isinstance(speaking.end(context), Done) for context in range(3))
+    speaking.assert_empty()
+
+
 def test_few_talker_pages_make_contexts_take_turns(make: Make) -> None:
     speaking = make(talker_pages=9)
     for context in range(3):
