@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 CONFIG ?= configs/embedded.toml
 
-.PHONY: run setup setup-test test bench check lint slow soak fuzz golden gpu clean
+.PHONY: run setup setup-test test bench check lint slow soak fuzz agents golden gpu clean
 
 run: setup
 	$(BIN)/rill serve --config $(CONFIG)
@@ -42,6 +42,11 @@ FUZZ_S ?= 3600
 fuzz: setup-test
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check '.[fuzz]'
 	PYTHONPATH=. $(BIN)/python tests/fuzz/fuzz_wire.py -max_total_time=$(FUZZ_S)
+
+# The real agents' frameworks, which are large: their own tests are skipped without them.
+agents: setup-test
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[agents]'
+	$(BIN)/python -m pytest -q tests/integrations
 
 golden: setup-test
 	$(BIN)/python -m pytest -q -m golden

@@ -272,6 +272,15 @@ async def test_a_connection_lost_between_turns_is_made_again(make: Make, stack: 
             await until(lambda: stack.server.num_sessions == 0)
 
 
+@both
+async def test_a_connection_closed_for_idleness_is_made_again(make: Make, make_stack: StackMaker) -> None:
+    """G09: a pooled socket that the server has closed meanwhile."""
+    async with make_stack(idle_ms=100) as stack, make(stack) as tts:
+        for _ in range(2):
+            assert len(pcm(await speak(tts, "Hello.", options=TWICE))) == 2 * 1_200 * 5
+            await until(lambda: stack.server.num_sessions == 0)
+
+
 async def test_a_connection_lost_in_mid_audio_is_an_error_and_the_next_turn_speaks(make_stack: StackMaker) -> None:
     async with make_stack(Script(step_s=0.01)) as stack, rill(stack) as tts:
         stream = tts.stream(conn_options=ONCE)

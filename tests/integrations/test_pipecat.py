@@ -345,6 +345,21 @@ async def test_a_connection_lost_between_turns_is_not_noticed(stack: Stack) -> N
         assert bot.service.is_usable
 
 
+@both
+async def test_a_connection_closed_for_idleness_is_made_again(
+    make: Callable[..., TTSService], make_stack: StackMaker
+) -> None:
+    """G09: long silence between two turns."""
+    async with make_stack(idle_ms=400) as stack, running(make(stack)) as bot:
+        await bot.say("Hello.")
+        await bot.until(lambda: len(bot.audio()) == 2 * 1_200 * 5)
+        (session,) = stack.server._sessions
+        await until(lambda: session not in stack.server._sessions)
+        await bot.say("Again.")
+        await bot.until(lambda: len(bot.audio()) == 2 * 1_200 * 10)
+        assert bot.service.is_usable
+
+
 async def test_a_server_that_goes_away_is_heard_out_while_the_next_turn_goes_elsewhere(
     make_stack: StackMaker,
 ) -> None:
