@@ -631,19 +631,38 @@ class Flow(nn.Module):
 
         requests: voice and generated tokens of each -> mel [M, 2(P + N) - Tp] of each. Raises TooManyFrames.
         """
+        voices = [voice for voice, _ in requests]
         ids = [[max(0, code) for code in (*voice.tokens.tolist(), *tokens)] for voice, tokens in requests]
+        return [mel[len(voice.mel) :].T for mel, voice in zip(self._solve_whole(voices, ids), voices, strict=True)]
+
+    @torch.inference_mode()
+    def finish_whole(self, rows: Sequence[FlowRow]) -> list[Tensor]:
+        """Ends rows as the reference does: instead of steps, all frames of each once more, looking both ways.
+
+        Takes rows staged with their final tokens -> the mel [M, n] of the frames that no hop has given yet. They may
+        not quite fit those before: a causal last hop is the default because played frames can't be solved again.
+        """
+        assert all(row.is_ended and _staged(row).start == row.frames for row in rows), "only a last hop ends a row"
+        mels = self._solve_whole([row.voice for row in rows], [row.ids for row in rows])
+        given = [max(row.frames, row.prompt_frames) for row in rows]
+        for row, mel in zip(rows, mels, strict=True):
+            row.staged, row.frames = None, len(mel)
+            row.frames_solved += len(mel)
+        return [mel[start:].T for mel, start in zip(mels, given, strict=True)]
+
+    def _solve_whole(self, voices: list[FlowVoice], ids: list[list[int]]) -> list[Tensor]:
+        """Mel [T, M] of each row, its prompt's frames included."""
         lengths = [FRAMES_PER_TOKEN * len(row) for row in ids]
         check_frames(max(lengths))
         whole = Whole.of(lengths, self.shape.context, self.device)
         attend = self._rows_attention(whole)
         tables, x = self.tables(), self.tables().noise[whole.positions][None]  # [1, F, M]
-        base = self._whole_base([voice for voice, _ in requests], ids, lengths)[None]
+        base = self._whole_base(voices, ids, lengths)[None]
         for step in tables.steps.split(1):
             h = self._entered(x, base)
             h = self._whole_conv_pos(h, whole) + h
             x = self._moved(x, tables.net.velocity(h, step, attend), tables.spans[step])
-        mels = x[0].split(lengths)
-        return [mel[len(voice.mel) :].T for mel, (voice, _) in zip(mels, requests, strict=True)]
+        return list(x[0].split(lengths))
 
     def _rows_attention(self, whole: Whole) -> AttendLayer:
         back_end = EachRow if self._rows is None else self._rows.of(whole)

@@ -45,12 +45,14 @@ def solve(flow: Flow, row: FlowRow, store: FlowStore) -> Tensor:
     return flow.finish(row)
 
 
-def stream(flow: Flow, row: FlowRow, store: FlowStore, tokens: Tensor, cuts: list[int]) -> list[Tensor]:
-    """mel pieces for tokens that arrive in the given cuts; the last one is final."""
+def stream(
+    flow: Flow, row: FlowRow, store: FlowStore, tokens: Tensor, cuts: list[int], *, is_final: bool = True
+) -> list[Tensor]:
+    """mel pieces for tokens that arrive in the given cuts; the last one is final unless told otherwise."""
     parts = tokens.split(cuts)
     pieces = []
     for place, part in enumerate(parts):
-        if flow.begin(row, part, is_final=place == len(parts) - 1):
+        if flow.begin(row, part, is_final=is_final and place == len(parts) - 1):
             pieces.append(solve(flow, row, store))
     return pieces
 
@@ -334,6 +336,20 @@ def test_whole_rows_laid_end_to_end_equal_each_alone(small: Flow, count: int) ->
     mels = small.offline_all([(voice, tokens.tolist()) for voice, tokens in requests])
     for mel, (voice, tokens) in zip(mels, requests, strict=True):
         assert error(mel, offline(small, voice, tokens, streaming=False)) < EXACT
+
+
+def test_a_last_hop_may_look_both_ways_as_the_reference_does(small: Flow) -> None:
+    store, voices, streams = make_store(), [make_voice(p, p) for p in (30, 10)], [make_tokens(n, n) for n in (50, 9)]
+    rows = [small.row(voice) for voice in voices]
+    played = torch.cat(stream(small, rows[0], store, streams[0][:30], [23, 7], is_final=False), dim=1)
+    assert played.shape == (80, 40)
+    small.begin(rows[0], streams[0][30:].tolist(), is_final=True)
+    small.begin(rows[1], streams[1].tolist(), is_final=True)
+    for row, mel, start, tokens in zip(rows, small.finish_whole(rows), (40, 0), streams, strict=True):
+        assert error(mel, offline(small, row.voice, tokens, streaming=False)[:, start:]) < EXACT
+        assert not row.is_staged and row.is_ended
+        row.close(store)
+    assert store.pool.num_used == store.lanes.num_used == 0
 
 
 def test_too_long_a_whole_row_is_refused(small: Flow) -> None:
