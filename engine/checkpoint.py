@@ -96,7 +96,7 @@ def load(folder: Path, device: torch.device | str, dtype: torch.dtype = torch.fl
         folder=folder,
         talker=load_talker(folder, device, dtype),
         flow=load_flow(folder, settings, device, dtype),
-        hift=load_hift(folder, device, torch.promote_types(dtype, torch.float32)),
+        hift=load_hift(folder, device, dtype),
         settings=settings,
         tokenizer_dir=folder / BACKBONE,
         spk2info=found(folder / "spk2info.pt"),
@@ -138,11 +138,16 @@ def load_flow(folder: Path, settings: Settings, device: torch.device, dtype: tor
 
 
 def load_hift(folder: Path, device: torch.device, dtype: torch.dtype) -> Hift:
-    """Weight norm is folded on `device`, whose norms differ from other devices' in the last bits."""
+    """In float32 at least; under a narrower dtype its products may be rounded on CUDA, where it warms up.
+
+    Weight norm is folded on `device`, whose norms differ from other devices' in the last bits.
+    """
     file, state = read_state(folder, "hift")
-    state = {k: v.to(device, dtype) for k, v in state.items()}
+    wide = torch.promote_types(dtype, torch.float32)
+    state = {k: v.to(device, wide) for k, v in state.items()}
     state = measured(file, lambda: fold_weight_norm(state))
-    hift = Hift(measured(file, lambda: HiftShape.from_state(state))).to(device, dtype)
+    hift = Hift(measured(file, lambda: HiftShape.from_state(state))).to(device, wide)
+    hift.is_exact = wide == dtype
     return filled(hift, state, file)
 
 

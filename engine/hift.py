@@ -12,13 +12,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.noise import vocoder_noise
+from engine.noise import MAX_SAMPLES, vocoder_noise
+
+if TYPE_CHECKING:
+    from engine.graphs import Graphs
+    from engine.hift_lanes import HiftLanes
 
 SAMPLE_RATE_HZ = 24_000
 FRAME_SAMPLES = 480
@@ -278,6 +282,8 @@ class Hift(nn.Module):
         self._make_fourier()
         self.given_noise = noise
         self._noise: Tensor | None = None
+        self.is_exact = True  # False: warm() may round the decoder's products to ten bits, as TF32 does
+        self._lanes: HiftLanes | None = None
 
     def _make_fourier(self) -> None:
         """Real transform of 16 windowed samples, and its windowed inverse, as matrices [16, 18] and [18, 16]."""
@@ -293,7 +299,7 @@ class Hift(nn.Module):
         self.register_buffer("synthesis", (torch.cat((cos * share, -sin * share)) * window).float(), persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Hift:
-        self._noise = None  # of the old device and dtype
+        self._noise = self._lanes = None  # of the old device and dtype
         return super()._apply(fn, recurse)
 
     @property
@@ -335,6 +341,11 @@ class Hift(nn.Module):
         if samples > len(self.given_noise):
             raise NoiseTooShort(f"the given noise has {len(self.given_noise)} samples, {samples} are needed")
         return self.given_noise
+
+    def hiss(self) -> Tensor:
+        """The whole noise, merged as the excitation merges it: [samples]."""
+        samples = MAX_SAMPLES if self.given_noise is None else len(self.given_noise)
+        return self._load_noise(samples).to(self.device, self.dtype) @ self.m_source.l_linear.weight[0]
 
     def tones(self, f0: Tensor, phase: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Harmonic part of the excitation, constant over the samples of a frame.
@@ -393,7 +404,7 @@ class Hift(nn.Module):
         kernel, stride = DOWN_SIZES[stage]
         return self.source_downs[stage](spectra[:, :, spectra.shape[2] - (steps - 1) * stride - kernel :])
 
-    def _windowed(self, coded: Tensor) -> Tensor:
+    def pieces(self, coded: Tensor) -> Tensor:
         """conv_post's [B, 18, K] -> windowed pieces of 16 samples [B, K, 16]."""
         magnitude = torch.exp(coded[:, :BINS]).clamp(max=MAGNITUDE_LIMIT)
         phase = torch.sin(coded[:, BINS:])
@@ -411,7 +422,7 @@ class Hift(nn.Module):
         samples = F.pad(source[:, None], (FFT // 2, FFT // 2), mode="reflect")[:, 0]
         spectra = self.spectra(samples)[:, :, : frames * SPECTRA_PER_FRAME + 1]
         coded = self._decode_spectra(x, F.pad(spectra, (SPECTRUM_HISTORY, 0)), NoPast(), is_first=True)
-        pieces = self._windowed(coded)
+        pieces = self.pieces(coded)
         kept = FRAME_SAMPLES * (frames if finalize else frames - 1)
         inner = slice(FFT // 2, FFT // 2 + kept)  # cut before the division: the first sample's envelope is 0
         envelope = overlap_add((self.window**2).expand(1, pieces.shape[1], FFT))[:, inner]
@@ -423,9 +434,19 @@ class Hift(nn.Module):
 
     # The stream.
 
+    def warm(self, graphs: Graphs, *, lanes: int) -> None:
+        """On CUDA: lays out slots, buffers and graphs for so many lanes, for good. Lanes begun before are lost.
+
+        A CPU has nothing to warm: push() there takes the lanes as they are.
+        """
+        if self.device.type != "cpu":
+            from engine.hift_lanes import on_device
+
+            self._lanes = on_device(self, graphs, lanes=lanes)
+
     def begin(self) -> HiftState:
         """A lane that has heard nothing."""
-        return HiftState()
+        return HiftState() if self._lanes is None else self._lanes.begin()
 
     @torch.inference_mode()
     def push(self, states: Sequence[HiftState], mels: Sequence[Tensor], finals: Sequence[bool]) -> list[Tensor]:
@@ -436,6 +457,8 @@ class Hift(nn.Module):
         offline() on all its mel, whatever the cuts and the neighbours, up to the rounding of the kernels.
         Raises NoiseTooShort and leaves the lanes unusable.
         """
+        if self._lanes is not None:
+            return self._lanes.push(states, mels, finals)
         for state, mel in zip(states, mels, strict=True):
             assert not state.is_ended, "a lane that has had its final push takes no more mel"
             mel = mel.to(self.device, self.dtype)
@@ -504,7 +527,7 @@ class Hift(nn.Module):
             state.spectra = state.spectra[:, count * SPECTRA_PER_FRAME :].clone()
         past = LanePast([state.tails for state, _ in group], counts)
         coded = self._decode_spectra(self.conv_pre(side_by_side(mels)), side_by_side(spectra), past, is_first=is_first)
-        return self._push_samples(self._windowed(coded), group, counts, past.lengths)
+        return self._push_samples(self.pieces(coded), group, counts, past.lengths)
 
     def _push_samples(
         self, pieces: Tensor, group: list[tuple[HiftState, bool]], counts: list[int], lengths: list[int]
