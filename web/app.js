@@ -1,183 +1,155 @@
-// The page: text in, speech heard, with the figures of each utterance.
+// The page: its parts, and what passes between them.
+import { Barge } from "./barge.js";
+import { Composer, showError } from "./composer.js";
+import { Connection } from "./connection.js";
+import { button, byId, figure, make, notice } from "./elements.js";
+import { History } from "./history.js";
+import { Load } from "./load.js";
+import { OwnVoice } from "./own-voice.js";
 import { Player } from "./player.js";
-import { RATE_HZ, Rill } from "./rill.js";
+import { Speaker } from "./speaker.js";
+import { Timeline } from "./timeline.js";
+import { Wave } from "./wave.js";
 
-const element = (id) => document.getElementById(id);
-const RETRY_MS = [250, 4000]; // first and longest wait before connecting again
+const UNSTEERED = "embedded"; // the model that follows no instructions and speaks one language
 
+const connection = new Connection();
 const player = new Player();
-let rill = null;
-let current = null; // the utterance that is being made or played
+const speaker = new Speaker(connection, player);
+const composer = new Composer(speaker, connection, speak);
+const barge = new Barge(speaker, again);
+const history = new History(speaker, again);
+const load = new Load(connection);
+const ownVoice = new OwnVoice(connection, {
+  hear: speak,
+  play: (samples, rateHz) => {
+    speaker.stop();
+    player.play(samples, rateHz);
+  },
+});
+const wave = new Wave(byId("wave"));
+const timeline = new Timeline(byId("chart"), byId("events"));
 
-// ---- connection
-
-async function connect(waitMs = RETRY_MS[0]) {
-  show("connecting", "connecting");
-  try {
-    rill = await Rill.connect();
-  } catch {
-    show("lost", "no server; trying again");
-    setTimeout(connect, waitMs, Math.min(2 * waitMs, RETRY_MS[1]));
-    return;
-  }
-  rill.onclose = () => {
-    rill = null;
-    show("lost", "connection lost; trying again");
-    setTimeout(connect, RETRY_MS[0]);
-  };
-  rill.ongoaway = () => show("lost", "the server is restarting");
-  await listVoices();
+function speak(request) {
+  notice(byId("notice"));
+  speaker.speak(request);
 }
 
-async function listVoices() {
-  const voices = await rill.voices();
-  if (voices.length === 0) {
-    show("connecting", "the engine is starting");
-    setTimeout(() => rill && listVoices(), 1000);
-    return;
-  }
-  const chosen = element("voice").value;
-  element("voice").replaceChildren(...voices.map(voiceOption));
-  if (voices.some((voice) => voice.id === chosen)) element("voice").value = chosen;
-  element("model").textContent = rill.ready.model;
-  show("ready", "ready");
+/** The same words with this seed, or other words in the same manner. */
+function again(turn, seed, parts = turn.parts) {
+  speak({ ...turn.request, seed, parts });
 }
 
-function voiceOption(voice) {
-  return new Option(voice.lang ? `${voice.name} (${voice.lang})` : voice.name, voice.id);
+// ---- an utterance
+
+speaker.addEventListener("turn", () => {
+  requestAnimationFrame(draw);
+  showTurn();
+});
+speaker.addEventListener("change", showTurn);
+speaker.addEventListener("end", () => {
+  const { turn } = speaker;
+  showTurn();
+  history.take(turn);
+  if (turn.state === "whole" && turn.samples === 0) notice(byId("notice"), "There was nothing to say in that text.");
+});
+
+let shown = 0;
+
+/** At most once a frame: audio comes in many small messages. */
+function showTurn() {
+  shown ||= requestAnimationFrame(() => {
+    shown = 0;
+    const { turn } = speaker;
+    showFigures(turn);
+    timeline.show(turn);
+    barge.show();
+    composer.show();
+    showState();
+    if (turn.state === "failed" && byId("notice").hidden) showError(turn, () => again(turn, turn.seed));
+  });
 }
 
-function show(state, words) {
-  element("status").dataset.state = state;
-  element("status").textContent = words;
-  element("speak").disabled = !["ready", "speaking"].includes(state);
-  element("stop").disabled = current === null;
+function showFigures(turn) {
+  const set = (id, value, unit, digits) => (value === undefined || value === null ? figure(byId(id), "–") : figure(byId(id), value.toFixed(digits), unit));
+  set("first", turn.marks.first, "ms", 0);
+  set("factor", turn.realTime, "", 2);
+  set("lead", turn.leads.at(-1)?.[1], "s", 1);
+  set("length", turn.seconds || null, "s", 1);
+  set("underruns", turn.marks.first === undefined ? null : turn.underruns.length, "", 0);
+  byId("seed").placeholder = turn.seed ?? "drawn";
 }
 
-// ---- one utterance
+const isStill = matchMedia("(prefers-reduced-motion: reduce)");
 
-async function speak() {
-  const text = element("text").value;
-  if (rill === null) return;
-  stop();
-  element("message").textContent = "";
-  await player.start();
-  const started = performance.now();
-  const turn = { utterance: null, started, first: null, samples: 0, isDone: false };
-  current = turn;
-  clearFigures();
-  show("speaking", "speaking");
-  try {
-    await run(turn, text);
-  } catch (error) {
-    if (current === turn) finish(turn, error);
-  }
+function draw() {
+  wave.draw(speaker.turn, speaker.position, speaker.isSounding);
+  if (!speaker.isSounding) return;
+  if (isStill.matches) setTimeout(draw, 250);
+  else requestAnimationFrame(draw);
 }
 
-async function run(turn, text) {
-  const seed = element("seed").value.trim();
-  const utterance = await rill.open({ voice: element("voice").value, seed: seed === "" ? null : Number(seed) });
-  turn.utterance = utterance;
-  if (current !== turn) {
-    utterance.cancel();
-    return;
-  }
-  showSeed(utterance.settings.seed);
-  utterance.onaudio = (samples) => hear(turn, samples);
-  utterance.send(text);
-  utterance.end();
-  const result = await utterance.finished;
-  turn.isDone = true;
-  if (current !== turn) return;
-  player.end();
-  if (result.samples === 0) finish(turn, null, "There was nothing to say in that text.");
+// ---- the connection
+
+connection.addEventListener("change", () => {
+  listVoices(connection.voices);
+  document.body.classList.toggle("unsteered", (connection.rill?.ready.model ?? UNSTEERED) === UNSTEERED);
+  showState();
+  showLoss();
+  ownVoice.show();
+  load.show();
+});
+
+function listVoices(voices) {
+  const select = byId("voice");
+  const chosen = select.value;
+  const asOption = ({ id, name, lang }) => new Option(lang ? `${name} (${lang})` : name, id);
+  if (voices.length) select.replaceChildren(...voices.map(asOption));
+  if (voices.some(({ id }) => id === chosen)) select.value = chosen;
 }
 
-function hear(turn, samples) {
-  if (current !== turn) return;
-  const now = performance.now();
-  turn.first ??= now;
-  turn.samples += samples.length;
-  const audioMs = (1000 * turn.samples) / RATE_HZ;
-  setFigure("first", Math.round(turn.first - turn.started), "ms");
-  setFigure("rtf", ((now - turn.started) / audioMs).toFixed(2));
-  setFigure("length", (audioMs / 1000).toFixed(1), "s");
-  player.push(samples);
-}
-
-function stop() {
-  if (current === null) return;
-  current.utterance?.cancel();
-  player.stop();
-  finish(current, null);
-}
-
-function finish(turn, error, words = "") {
-  current = null;
-  if (error) {
-    player.stop();
-    const hint = error.retry ? " Try again in a moment." : "";
-    words = `${error.message}.${hint}`;
-  }
-  element("message").textContent = words;
-  show(rill === null ? "lost" : "ready", rill === null ? "connection lost; trying again" : "ready");
-}
-
-player.onreport = ({ buffered, underruns, isOver }) => {
-  if (current === null) return;
-  setFigure("lead", (buffered / RATE_HZ).toFixed(1), "s");
-  setFigure("underruns", underruns);
-  if (isOver && current.isDone) finish(current, null);
+const STATES = {
+  connecting: "Connecting",
+  starting: "The engine is starting",
+  ready: "Ready",
+  leaving: "The server is being restarted",
+  lost: "No connection",
+  locked: "A key is needed",
 };
 
-// ---- figures
-
-function setFigure(id, value, unit = "") {
-  const parts = [String(value)];
-  if (unit) parts.push(Object.assign(document.createElement("small"), { textContent: unit }));
-  element(id).replaceChildren(...parts);
+function showState() {
+  const { turn, isSounding } = speaker;
+  const isReady = connection.state === "ready";
+  const state = isReady && isSounding ? "speaking" : connection.state;
+  const words = !isSounding ? STATES[connection.state] : turn.samples ? "Speaking" : "Waiting for the first word";
+  byId("status").dataset.state = state;
+  if (byId("status").textContent !== words) byId("status").textContent = words;
+  byId("speak").disabled = !isReady;
+  byId("stop").disabled = !isSounding;
 }
 
-function clearFigures() {
-  for (const id of ["first", "rtf", "lead", "underruns", "length"]) setFigure(id, "–");
+function showLoss() {
+  if (connection.state === "lost") {
+    const wait = Math.ceil((connection.retryAt - performance.now()) / 1000);
+    const words = `The server can't be reached; trying again in ${wait} s. Nothing you have written is lost.`;
+    notice(byId("lost"), words, button("Try now", () => connection.connect()));
+  } else if (connection.state === "locked") askForKey();
+  else if (connection.state !== "connecting") notice(byId("lost"));
 }
 
-function showSeed(seed) {
-  element("used").textContent = seed;
-  element("used").disabled = false;
+function askForKey() {
+  const field = make("input", { type: "password", autocomplete: "off", ariaLabel: "Key" });
+  notice(byId("lost"), "This server asks its callers for a key.", field, button("Connect", () => connection.unlock(field.value)));
+  field.focus();
 }
 
-function drawWave() {
-  const canvas = element("wave");
-  const pen = canvas.getContext("2d");
-  const points = new Float32Array(2048);
-  player.analyser?.getFloatTimeDomainData(points);
-  pen.clearRect(0, 0, canvas.width, canvas.height);
-  pen.strokeStyle = getComputedStyle(canvas).color;
-  pen.lineWidth = 3;
-  pen.beginPath();
-  points.forEach((value, i) => pen.lineTo((i / points.length) * canvas.width, (0.5 - value * 0.48) * canvas.height));
-  pen.stroke();
-  requestAnimationFrame(drawWave);
-}
+// ---- keys
 
-// ---- keys and buttons
-
-element("form").addEventListener("submit", (event) => {
-  event.preventDefault();
-  speak();
-});
-element("stop").addEventListener("click", stop);
-element("used").addEventListener("click", () => (element("seed").value = element("used").textContent));
-element("text").addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
-    event.preventDefault();
-    speak();
-  }
-});
+byId("stop").addEventListener("click", (event) => speaker.stop(event.timeStamp));
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape") stop();
+  if (event.key === "Escape") speaker.stop(event.timeStamp);
 });
 
-drawWave();
-connect();
+document.body.classList.add("unsteered");
+wave.draw(null, 0, false);
+connection.connect();

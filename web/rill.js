@@ -7,6 +7,11 @@
 //   utterance.end();                                       // or flush(), or cancel()
 //   const done = await utterance.finished;                 // { t: "done" | "cancelled", samples, ms, ... }
 //
+// `begin` is `open` without the wait: text may be sent at once. A voice of your own:
+//
+//   const mia = await rill.putVoice(bytes, "The words spoken in it.", { name: "Mia" });   // a WAV, FLAC, Ogg or MP3 file
+//   const utterance = rill.begin({ voice: mia.voice });
+//
 // A context's error rejects `open` or `finished` with a RillError: { code, retry, afterMs }. When the connection goes,
 // every open utterance is rejected with the code "disconnected" and rill.onclose is called once.
 
@@ -15,6 +20,7 @@ import { encode } from "./vendor/msgpack/encode.mjs";
 
 export const RATE_HZ = 24000;
 const PIECE_CHARS = 8000; // of one `text` message: at most 32 KB of UTF-8
+const PART_BYTES = 48 * 1024; // of a recording, in one `voice_put`
 
 export class RillError extends Error {
   constructor(code, message, { retry = false, afterMs = null } = {}) {
@@ -46,6 +52,9 @@ export class Rill {
     this._socket = socket;
     this._utterances = new Map();
     this._lists = [];
+    this._pings = [];
+    this._uploads = new Map();
+    this._drops = new Map();
     this._next = 0;
     socket.binaryType = "arraybuffer";
     socket.onmessage = (event) => this._take(decode(new Uint8Array(event.data)));
@@ -56,23 +65,58 @@ export class Rill {
     return this._socket.readyState === WebSocket.OPEN;
   }
 
-  /** options: voice, seed, lang, instruct, sampling. Resolves with an Utterance when the server has opened it. */
+  /** Resolves with an Utterance when the server has opened it. Options: see `begin`. */
   open(options = {}) {
+    return this.begin(options).opened;
+  }
+
+  /** options: voice, seed, lang, instruct, sampling. The Utterance at once; text may be sent before it is opened. */
+  begin(options = {}) {
     const given = Object.entries(options).filter(([, value]) => value !== null && value !== undefined && value !== "");
     const c = `u${this._next++}`;
     const utterance = new Utterance(this, c);
     this._utterances.set(c, utterance);
     this._send({ t: "open", c, fmt: { enc: "s16le", rate: RATE_HZ }, ...Object.fromEntries(given) });
-    return utterance.opened;
+    return utterance;
   }
 
   voices() {
     this._send({ t: "voices" });
-    return new Promise((resolve) => this._lists.push(resolve));
+    return new Promise((resolve, reject) => this._lists.push({ resolve, reject }));
+  }
+
+  /** Registers the voice of a recording of 3 to 30 s -> { voice, name, ms }; `voice` is the id to speak with. */
+  putVoice(recording, transcript, { name, lang = "" }) {
+    const v = `v${this._next++}`;
+    for (let n = 0, start = 0; n === 0 || start < recording.length; n++, start += PART_BYTES) {
+      const words = n > 0 ? {} : lang ? { name, transcript, lang } : { name, transcript };
+      const d = recording.subarray(start, start + PART_BYTES);
+      this._send({ t: "voice_put", v, n, d, last: start + PART_BYTES >= recording.length, ...words });
+    }
+    return new Promise((resolve, reject) => this._uploads.set(v, { resolve, reject }));
+  }
+
+  /** Forgets a voice that was registered with this key -> the voices that are left. */
+  dropVoice(voice) {
+    this._send({ t: "voice_drop", voice });
+    return new Promise((resolve, reject) => this._drops.set(voice, { resolve, reject }));
+  }
+
+  /** Resolves when the server answers. A browser notices a server that fell silent by this alone. */
+  ping() {
+    this._send({ t: "ping", x: 0 });
+    return new Promise((resolve, reject) => this._pings.push({ resolve, reject }));
   }
 
   close() {
     this._socket.close(1000);
+  }
+
+  /** Takes the connection for lost at once: a socket whose server fell silent is long in closing. */
+  abandon() {
+    this._socket.onclose = null;
+    this._socket.close();
+    this._lose({ code: 1006 });
   }
 
   _send(message) {
@@ -84,8 +128,16 @@ export class Rill {
     if (message.t === "ready") {
       this.ready = message;
       this._greeted?.resolve();
+    } else if (message.t === "voices" && message.v === undefined) {
+      this._lists.shift()?.resolve(message.list);
     } else if (message.t === "voices") {
-      this._lists.shift()?.(message.list);
+      this._settle(this._drops, message.v)?.resolve(message.list);
+    } else if (message.t === "voice") {
+      this._settle(this._uploads, message.v)?.resolve(message);
+    } else if (message.t === "error" && message.v !== undefined) {
+      (this._settle(this._uploads, message.v) ?? this._settle(this._drops, message.v))?.reject(errorOf(message));
+    } else if (message.t === "pong") {
+      this._pings.shift()?.resolve();
     } else if (message.t === "goaway") {
       this.ongoaway(message);
     } else if (message.c !== undefined) {
@@ -99,7 +151,15 @@ export class Rill {
     this._greeted?.reject(error);
     for (const utterance of this._utterances.values()) utterance._fail(error);
     this._utterances.clear();
+    for (const waiting of [this._lists, this._pings, [...this._uploads.values()], [...this._drops.values()]])
+      for (const { reject } of waiting) reject(error);
     this.onclose(event);
+  }
+
+  _settle(waiting, v) {
+    const found = waiting.get(v);
+    waiting.delete(v);
+    return found;
   }
 }
 
@@ -116,15 +176,17 @@ export class Utterance {
     this._isOver = false;
     this.opened = new Promise((resolve, reject) => (this._opened = { resolve, reject }));
     this.finished = new Promise((resolve, reject) => (this._finished = { resolve, reject }));
-    this.finished.catch(() => {}); // whoever awaits it hears of it; nobody has to
+    for (const promise of [this.opened, this.finished]) promise.catch(() => {}); // whoever awaits it hears; nobody has to
   }
 
   send(text) {
     for (const piece of pieces(text)) this._rill._send({ t: "text", c: this.c, n: this._pieces++, s: piece });
   }
 
+  /** Speak what is there, and go on. Its number, which `onflushed` gives when all of its audio has come. */
   flush() {
-    this._rill._send({ t: "flush", c: this.c, f: this._flushes++ });
+    this._rill._send({ t: "flush", c: this.c, f: this._flushes });
+    return this._flushes++;
   }
 
   end() {
@@ -165,7 +227,7 @@ export class Utterance {
         this._finished.resolve(message);
         break;
       case "error":
-        this._fail(new RillError(message.code, message.msg, { retry: message.retry, afterMs: message.after_ms ?? null }));
+        this._fail(errorOf(message));
         break;
     }
   }
@@ -175,6 +237,10 @@ export class Utterance {
     this._opened.reject(error);
     this._finished.reject(error);
   }
+}
+
+function errorOf(message) {
+  return new RillError(message.code, message.msg, { retry: message.retry, afterMs: message.after_ms ?? null });
 }
 
 /** Text in parts that fit a message, never between the halves of a surrogate pair. */

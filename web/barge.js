@@ -1,0 +1,64 @@
+// Talking over the voice: by a button, or by speaking, if the microphone is allowed. Then: again, or on from there.
+import { byId, figure, milliseconds, notice } from "./elements.js";
+import { Detector, Ear, whyDeaf } from "./ear.js";
+
+export class Barge {
+  /** onagain takes the parts and the seed of what is to be said now. */
+  constructor(speaker, onagain) {
+    this._speaker = speaker;
+    this._ear = null;
+    byId("barge").addEventListener("click", (event) => speaker.stop(event.timeStamp));
+    byId("ear").addEventListener("change", (event) => (event.target.checked ? this._listen() : this._rest()));
+    byId("same").addEventListener("click", () => onagain(speaker.turn, speaker.turn.seed));
+    byId("next").addEventListener("click", () => onagain(speaker.turn, nextSeed(speaker.turn.seed)));
+    byId("rest").addEventListener("click", () => onagain(speaker.turn, speaker.turn.seed, [unheard(speaker.turn)]));
+  }
+
+  show() {
+    const { turn, isSounding } = this._speaker;
+    byId("barge").disabled = !isSounding;
+    byId("again").hidden = isSounding || turn === null || turn.seed === null;
+    byId("rest").hidden = turn === null || !unheard(turn).trim();
+    if (turn?.marks.silent !== undefined) figure(byId("stopped"), Math.round(turn.marks.silent), "ms");
+    else figure(byId("stopped"), "–");
+    byId("heard").textContent = turn === null ? "" : account(turn);
+  }
+
+  async _listen() {
+    const detector = new Detector();
+    this._ear = new Ear((samples, rateHz) => {
+      const at = performance.now();
+      const hasBegun = detector.take(samples, rateHz);
+      byId("level").firstElementChild.style.transform = `scaleX(${Math.min(1, detector.level / (2 * detector.threshold))})`;
+      if (hasBegun) this._speaker.stop(at);
+    });
+    try {
+      await this._ear.open();
+      byId("level").hidden = false;
+    } catch (error) {
+      byId("ear").checked = false;
+      this._rest();
+      notice(byId("notice"), whyDeaf(error));
+    }
+  }
+
+  _rest() {
+    this._ear?.close();
+    this._ear = null;
+    byId("level").hidden = true;
+  }
+}
+
+export const nextSeed = (seed) => (seed + 1) % Number.MAX_SAFE_INTEGER;
+
+/** What of the text was cut off: from the first clause that was not heard whole. */
+function unheard(turn) {
+  return turn.heardUpto === null ? "" : Array.from(turn.text).slice(turn.heardUpto).join("");
+}
+
+function account(turn) {
+  const { silent, released } = turn.marks;
+  if (silent === undefined) return "";
+  const server = released === undefined ? "" : `; the server had let go of it after ${milliseconds(released)}`;
+  return `Silent ${milliseconds(silent)} after you asked${server}. It was heard for ${(turn.heardSamples / 24000).toFixed(2)} s.`;
+}
