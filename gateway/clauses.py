@@ -39,6 +39,7 @@ class ClauseCutter:
         self._text = ""  # not yet cut
         self._seen = 0  # characters of it that the rules have passed
         self._weight = 0  # letters' worth of those
+        self._last = ""  # of those, the last that closes no quotation or bracket
         self._is_first = True
 
     @property
@@ -61,30 +62,31 @@ class ClauseCutter:
     def _take(self, cut: int) -> str:
         clause, self._text = self._text[:cut], self._text[cut:]
         self._seen = self._weight = 0
+        self._last = ""
         self._is_first = self._is_first and not clause
         return clause
 
     def _next_cut(self) -> int | None:
         while self._seen < len(self._text):
-            at = self._seen
-            if (cut := self._cut_at(at)) is not None:
+            here = self._text[self._seen]
+            if (cut := self._cut_at(self._seen, here)) is not None:
                 return cut
-            self._weight += 3 if _is_wide(self._text[at]) else 1
+            self._weight += 3 if _is_wide(here) else 1
             self._seen += 1
+            if here not in CLOSERS:
+                self._last = here
         return None
 
-    def _cut_at(self, at: int) -> int | None:
+    def _cut_at(self, at: int, here: str) -> int | None:
         """Where to cut, judged by the characters up to and with `at` alone; None: not here."""
-        here, before = self._text[at], self._text[:at]
+        if self._weight < SENTENCE:
+            return None
         if self._weight >= UNBROKEN and not unicodedata.combining(here):
             return at
-        if here.isspace() and self._may_end(before, here):
+        if here.isspace() and self._may_end(self._text[:at], here):
             return at + 1
-        if self._weight >= SENTENCE and here not in CLOSERS + ENDERS + WIDE_ENDERS:
-            body = before.rstrip(CLOSERS)
-            if body[-1:] and (body[-1] in WIDE_ENDERS or (body[-1] in WIDE_PAUSES and self._weight >= self._soft)):
-                return at
-        return None
+        is_over = self._last in WIDE_ENDERS or (self._last in WIDE_PAUSES and self._weight >= self._soft)
+        return at if self._last and is_over and here not in CLOSERS + ENDERS + WIDE_ENDERS else None
 
     @property
     def _soft(self) -> int:
@@ -93,8 +95,6 @@ class ClauseCutter:
     def _may_end(self, before: str, space: str) -> bool:
         if self._weight >= HARD:
             return True
-        if self._weight < SENTENCE:
-            return False
         if space == "\n" and before.rstrip(" \t\r").endswith("\n"):
             return True  # a blank line
         body = before.rstrip(CLOSERS)
@@ -123,4 +123,6 @@ def _is_initials(word: str) -> bool:
 
 
 def _is_wide(character: str) -> bool:
+    if character < "\u1100":  # the first wide one
+        return False
     return unicodedata.east_asian_width(character) in "WF" and character.isalpha()

@@ -25,9 +25,15 @@ MULAW_CLIP: Final = 32_635
 
 def shorts(wave: Floats) -> Shorts:
     """Linear 16 bit: full scale is 32767, what lies outside is clipped, NaN is silence."""
-    finite = np.nan_to_num(wave, nan=0.0, posinf=1.0, neginf=-1.0)
-    samples: Shorts = np.rint(np.clip(finite, -1.0, 1.0) * 32_767.0).astype(np.int16)
+    samples: Shorts = np.rint(clipped(wave) * 32_767.0).astype(np.int16)
     return samples
+
+
+def clipped(wave: Floats) -> Floats:
+    """Within full scale; NaN is silence."""
+    if not np.isfinite(wave.sum()):  # a sum is cheap, and catches every NaN
+        wave = np.nan_to_num(wave, nan=0.0, posinf=1.0, neginf=-1.0)
+    return np.minimum(np.maximum(wave, -1.0), 1.0)
 
 
 def write_s16le(wave: Floats) -> bytes:
@@ -35,8 +41,7 @@ def write_s16le(wave: Floats) -> bytes:
 
 
 def write_f32le(wave: Floats) -> bytes:
-    finite = np.nan_to_num(wave, nan=0.0, posinf=1.0, neginf=-1.0)
-    return np.clip(finite, -1.0, 1.0).astype("<f4").tobytes()
+    return clipped(wave).astype("<f4").tobytes()
 
 
 def write_mulaw(wave: Floats) -> bytes:

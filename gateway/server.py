@@ -47,8 +47,8 @@ SEND_BUFFER: Final = 64 * 1024  # and in the kernel's: an ack never waits behind
 UNSENT_LIMIT: Final = 16 * 1024
 BACKLOG: Final = 512
 HANDSHAKE_S: Final = 5.0
-TICK_S: Final = 0.05
-TICKS_PER_GAUGE: Final = 20
+TICK_S: Final = 0.1
+TICKS_PER_GAUGE: Final = 10
 DRAIN_MARGIN_S: Final = 4.0  # beyond the deadline: last words and closing handshakes
 
 

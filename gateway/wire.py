@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from typing import Any, ClassVar, Final, TypeVar
 
 import msgpack  # type: ignore[import-untyped]
@@ -301,11 +302,17 @@ def pack(message: ClientMessage | ServerMessage) -> bytes:
 
 
 def _table(value: Any) -> dict[str, Any]:
-    pairs = ((field.name, getattr(value, field.name)) for field in fields(value))
-    return {name: _plain(item) for name, item in pairs if item is not None}
+    return {name: _plain(item) for name in _names(value.__class__) if (item := getattr(value, name)) is not None}
+
+
+@cache
+def _names(kind: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind))
 
 
 def _plain(item: Any) -> Any:
+    if isinstance(item, str | bytes | int | float):  # nearly all
+        return item
     if is_dataclass(item):
         return _table(item)
     if isinstance(item, tuple):

@@ -22,6 +22,7 @@ import math
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,8 +69,10 @@ class Script:
     """How the engine behaves. Times in seconds, audio in samples at 24 kHz."""
 
     step_s: float = 0.0  # pause before each step; 0: as fast as the pipe takes it
+    is_steady: bool = False  # step_s is from step to step, whatever a step itself takes
     step_samples: int = 2_400
     samples_per_char: int = 1_200
+    is_mute: bool = False  # silence, which costs nothing to make: for measuring others
     amplitude: float = 0.5  # 1.2 leaves the range, as a real vocoder may
     lanes: int = 8
     waiting: int = 8
@@ -122,6 +125,7 @@ class Link:
         self.contexts: dict[int, Context] = {}
         self.out: list[Message] = []
         self.is_dead = False
+        self.due = 0.0
         self.work = asyncio.Event()
 
     async def serve(self) -> None:
@@ -245,7 +249,7 @@ class Link:
             if not self.out and not any(self.can_step(c) for c in self.contexts.values()):
                 self.work.clear()
                 await self.work.wait()
-            await asyncio.sleep(self.engine.script.step_s)
+            await self.wait()
             await self.engine.script.gate.wait()
             for context in list(self.contexts.values())[: self.engine.script.lanes]:
                 if self.can_step(context):
@@ -256,6 +260,14 @@ class Link:
             out, self.out = self.out, []
             if out:
                 await self.connection.send(msgpack.packb([pack(message) for message in out]))
+
+    async def wait(self) -> None:
+        now, script = time.monotonic(), self.engine.script
+        if not script.is_steady:
+            await asyncio.sleep(script.step_s)
+            return
+        self.due = max(self.due + script.step_s, now)
+        await asyncio.sleep(self.due - now)
 
     def can_step(self, context: Context) -> bool:
         if context.has_clause and "STALL" in context.clauses[context.current].text:
@@ -292,7 +304,12 @@ class Link:
         count = min(script.step_samples, total - context.clause_samples, context.allowance)
         if count > 0:
             voice = opened.voice or script.voices[0]
-            pcm = tone(voice, opened.seed, clause.index, context.clause_samples, count, script.amplitude)
+            start = context.clause_samples
+            pcm = (
+                bytes(4 * count)
+                if script.is_mute
+                else tone(voice, opened.seed, clause.index, start, count, script.amplitude)
+            )
             self.out.append(Audio(context=opened.context, epoch=opened.epoch, pcm=pcm))
             context.clause_samples += count
             context.samples += count
