@@ -111,6 +111,7 @@ class Speaking:
         sampling: SamplingChoice | None = None,
         streaming: bool = True,
         instruct: str | None = None,
+        lang: str | None = None,
     ) -> None:
         self.tell(
             Open(
@@ -121,9 +122,16 @@ class Speaking:
                 sampling=sampling,
                 streaming=streaming,
                 instruct=instruct,
+                lang=lang,
             )
         )
         self.tell(*(Clause(context=context, epoch=0, index=i, text=text) for i, text in enumerate(texts)))
+        if end:
+            self.tell(End(context=context, epoch=0))
+
+    def more(self, context: int, text: str, *, index: int, end: bool = True) -> None:
+        """Another clause of an open context."""
+        self.tell(Clause(context=context, epoch=0, index=index, text=text))
         if end:
             self.tell(End(context=context, epoch=0))
 
