@@ -46,10 +46,18 @@ DROPPED = {
     "p20_t46/nonstreaming_velocity_step0",
     *(f"T33/{name}{stage}" for stage in (1, 2) for name in ("up", "source_down", "source_res")),
     *(f"T33/stage{stage}_resblock{end}" for stage in (1, 2) for end in ("0", "_input")),
-    *("T33/source_stft", "T33/conv_post", "T33/source_down0", "T33/source_res0", "T33/up0"),
+    *(
+        "T33/stage0_resblock0",
+        "T33/stage0_resblock_input",
+        "T33/source_stft",
+        "T33/conv_post",
+        "T33/source_down0",
+        "T33/source_res0",
+        "T33/up0",
+    ),
 }
 ALONE = {"est_T120/chunk_mask", "est_T120/rope_angles"}  # kept of a group that is dropped
-STEPS = 3  # of long lists of steps
+STEPS = 2  # of long lists of steps
 
 
 def first_rows(count: int) -> Callable[[Tensor], Tensor]:
