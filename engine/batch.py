@@ -57,7 +57,8 @@ MAX_SILENT_RUN = 75  # ids, three seconds: a talker that says nothing for so lon
 MODEL_OF = {TALKER: TALKER, PREFILL: TALKER, FLOW: FLOW, WHOLE: FLOW, HIFT: HIFT}  # whose time a stage is
 IN_FLIGHT = 2  # launches of a stage: one runs, the next waits behind it
 CHUNK_FRAMES = 50
-PREFIX_ROWS = 8  # prompts of new voices that are solved beside a launch's rows
+PREFIX_UNITS = 40  # chunks of new voices' prompts that are solved beside a launch's rows
+PREFIX_ROWS = 16  # and prompts that they may belong to
 
 
 class EngineFault(Exception):
@@ -213,6 +214,7 @@ class Runner:
             self.talkers.warm(talking)
         with self._sounding.current():
             models.flow.warm(sounding, models.flow_store)
+            models.hift.warm(sounding, lanes=len(self._lanes))
         for graphs in (talking, sounding):
             graphs.close()
         if models.device.type == "cuda":
@@ -275,7 +277,8 @@ class Runner:
         talking, sounding = self._talking, self._sounding
         return Room(
             talker=max(talking.in_flight(TALKER), talking.in_flight(PREFILL)) < IN_FLIGHT,
-            flow=sounding.in_flight(FLOW) + sounding.in_flight(WHOLE) < IN_FLIGHT,
+            # Full responses gather while one launch of them runs: a larger one is cheaper for each.
+            flow=sounding.in_flight(FLOW) < IN_FLIGHT and not sounding.in_flight(WHOLE),
             is_idle=talking.is_idle and sounding.is_idle and not self.prefixes.is_solving,
         )
 
@@ -390,9 +393,9 @@ class Runner:
             (streamed if self._segment(row).utterance.is_streaming else whole).append(row)
         if self.rows_per_launch == 1:
             self._in_groups(streamed, self._solve, done)
-            self._solve_prompts(self.prefixes.under_way(1), done)
+            self._solve_prompts(self.prefixes.under_way(most_rows=1), done)
         else:
-            prompts = self.prefixes.under_way(PREFIX_ROWS)
+            prompts = self.prefixes.under_way()
             if streamed or prompts:
                 self._guarded(streamed, partial(self._solve, prompts=prompts), done)
         self._in_groups(whole, self._solve_whole, done)
@@ -656,12 +659,12 @@ class Prefixes:
     def is_solving(self) -> bool:
         return bool(self._begun)
 
-    def under_way(self, most: int) -> list[FlowRow]:
+    def under_way(self, most_rows: int = PREFIX_ROWS) -> list[FlowRow]:
         """The first of those begun, with pages for them. One that finds none is given up until it is wanted again;
         only for one that a row waits for do others go."""
         rows: list[FlowRow] = []
         for name, row in list(self._begun.items()):
-            if len(rows) == most:
+            if len(rows) == most_rows or rows and sum(map(num_units, (*rows, row))) > PREFIX_UNITS:
                 break
             try:
                 if name in self._wanted:

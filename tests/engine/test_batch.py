@@ -72,7 +72,7 @@ def prefixes() -> Prefixes:
 def solve(prefixes: Prefixes) -> None:
     """Launch after launch until no prompt is under way."""
     while prefixes.is_solving:
-        if rows := prefixes.under_way(8):
+        if rows := prefixes.under_way():
             prefixes.flow.step(rows, prefixes.store)
         prefixes.settle()
 

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.costs import FLOW, Costs
 from engine.messages import (
     SAMPLE_RATE_HZ,
     Audio,
@@ -34,6 +35,7 @@ from engine.messages import (
 )
 from engine.scheduler import (
     EULER_STEPS,
+    LOOKAHEAD_TOKENS,
     SAMPLES_PER_TOKEN,
     FlowRow,
     HiftRow,
@@ -59,8 +61,15 @@ class Bench:
     lag: steps until ids and samples have landed; meanwhile two launches of a stage may be under way, as on a GPU.
     """
 
-    def __init__(self, limits: Limits | None = None, *, prompt_tokens: int = 10, lag: int = 0) -> None:
-        self.scheduler = Scheduler(limits or Limits(lanes=2))
+    def __init__(
+        self,
+        limits: Limits | None = None,
+        *,
+        prompt_tokens: int = 10,
+        lag: int = 0,
+        costs: Costs | None = None,
+    ) -> None:
+        self.scheduler = Scheduler(limits or Limits(lanes=2), costs)
         self.now = 0.0
         self.prompt_tokens = prompt_tokens
         self.lag, self.turn = lag, 0
@@ -71,6 +80,8 @@ class Bench:
         self.made: Counter[tuple[Lane, Part]] = Counter()
         self.solved_upto: Counter[tuple[Lane, Part]] = Counter()
         self.steps: Counter[tuple[Lane, Part]] = Counter()
+        self.staged: dict[tuple[Lane, Part], int] = {}
+        self.mel_upto: dict[tuple[Lane, Part], int] = {}
         self.hops: list[tuple[Part, int, bool]] = []
         self.served: list[int] = []  # lane indices in the order in which they ran
         self.is_out_of_pages: Callable[[FlowRow], bool] = lambda row: False
@@ -151,15 +162,17 @@ class Bench:
         if row.is_new_hop:
             assert self.steps[where] == 0, "a hop began inside another"
             self.hops.append((row.part, row.upto, row.is_final))
+            self.staged[where] = row.upto
         self.steps[where] += 1
         has_mel = self.steps[where] == EULER_STEPS
         if has_mel:
             self.steps[where] = 0
+            self.mel_upto[where] = self.staged[where] - LOOKAHEAD_TOKENS
         self.scheduler.solved(row, has_mel=has_mel)
 
     def _sound(self, row: HiftRow) -> Callable[[], None]:
         lane, part = row.lane, row.part
-        upto = self.target[lane, part] if row.is_final else self.hops_of(part)[-1] - 3
+        upto = self.target[lane, part] if row.is_final else self.mel_upto[lane, part]
         new = upto - self.solved_upto[lane, part]
         self.solved_upto[lane, part] = upto
         self.scheduler.voiced(row, SAMPLES_PER_TOKEN * new)
@@ -191,6 +204,14 @@ class Bench:
             if self.step().is_empty and not self.flights:
                 return count
         raise AssertionError("the scheduler never comes to rest")
+
+    def run_until(self, is_it: Callable[[], bool], steps: int = 10_000) -> Plan:
+        """-> the last plan."""
+        for _ in range(steps):
+            plan = self.step()
+            if is_it():
+                return plan
+        raise AssertionError("it never comes to that")
 
     def heard(self, context: int = 1, link: int = 0) -> list[Message]:
         return [m for whose, m in self.said if whose == link and getattr(m, "context", None) == context]
@@ -567,3 +588,129 @@ def test_a_plan_over_sixteen_lanes_takes_well_under_a_millisecond() -> None:
     for _ in range(100):
         bench.scheduler.plan(0.0)
     assert (perf_counter() - start) / 100 < 1e-3
+
+
+# Launches that fit the time there is
+
+
+def test_a_launch_grows_with_the_slack_of_its_most_urgent_row() -> None:
+    costs = Costs()
+    for rows in (2, 4, 8):
+        costs.add(FLOW, rows, 1e-3 * rows)
+    bench = Bench(Limits(lanes=8, flow_rows=8, flow_rows_least=2), costs=costs)
+    for context in range(8):
+        bench.open(context, "400")
+    sizes = []
+    while not all(bench.samples(context) for context in range(8)):
+        sizes.append(len(bench.step().flow))
+    assert max(sizes) == 2  # they are all due now
+    bench.run_until(lambda: all(bench.samples(context) > 2 * SAMPLE_RATE_HZ for context in range(8)))
+    assert max(len(bench.step().flow) for _ in range(100)) == 8  # two seconds are time for ten steps of 8 ms
+
+
+def test_talkers_far_ahead_rest_while_somebody_is_nearly_dry() -> None:
+    bench = Bench(Limits(lanes=2, flow_rows_least=1, flow_rows=1))
+    bench.open(1, "4000")
+    bench.run_until(lambda: bench.samples(1) > 10 * SAMPLE_RATE_HZ)
+    assert bench.step().talker  # alone it goes on
+    bench.open(2, "400")
+    bench.step()
+    while not bench.samples(2):
+        assert [row.lane.index for row in bench.step().talker] in ([1], [])
+    bench.run_until(lambda: bench.samples(2) > 3 * SAMPLE_RATE_HZ)
+    assert {row.lane.index for row in bench.step().talker} == {0, 1}
+
+
+def test_the_prompts_of_a_burst_share_out_the_rows_of_a_step() -> None:
+    bench = Bench(Limits(lanes=8, prefill_rows=3 * ROWS + 2))
+    for context in range(8):
+        bench.open(context, "30")
+    fed = [sum(row.rows for row in bench.step().talker if row.is_prompt) for _ in range(4)]
+    assert fed == [3 * ROWS + 2, 3 * ROWS + 2, 8 * ROWS - 2 * (3 * ROWS + 2), 0]
+
+
+def test_full_responses_gather_and_go_one_by_one_beside_streams() -> None:
+    bench = Bench(Limits(lanes=4))
+    for context in range(3):
+        bench.take(Open(context=context, epoch=0, voice="", seed=1, streaming=False))
+        bench.take(Clause(context=context, epoch=0, index=0, text="30"), End(context=context, epoch=0))
+    plan = bench.run_until(lambda: bool(bench.hops))
+    assert [row.part for row in plan.flow] == [Part(0, 0)] * 3
+    bench = Bench(Limits(lanes=4))
+    bench.open(9, "400")
+    for context in range(3):
+        bench.take(Open(context=context, epoch=0, voice="", seed=1, streaming=False))
+        bench.take(Clause(context=context, epoch=0, index=0, text="30"), End(context=context, epoch=0))
+    most = 0
+    while any(Done not in bench.kinds(context) for context in range(3)):
+        most = max(most, sum(row.lane.index > 0 for row in bench.step().flow))
+    assert most == 1
+
+
+# Admission
+
+
+def playing(milliseconds: float, *, share: float = 0.9, lanes: int = 8, waiting: int = 1) -> Bench:
+    """A device on which a listener's second takes so long."""
+    costs = Costs()
+    costs.add(FLOW, 1, milliseconds / 10e3)
+    return Bench(Limits(lanes=lanes, waiting=waiting, share=share, flow_rows=1, flow_rows_least=1), costs=costs)
+
+
+def test_no_more_are_seated_than_can_be_played_and_the_rest_hears_when_to_come_back() -> None:
+    bench = playing(milliseconds=300)
+    bench.scheduler.admit()
+    assert bench.scheduler.places == 3
+    for context in range(5):
+        bench.open(context, "100")
+    bench.collect()
+    assert bench.scheduler.lanes_used == 3
+    failed = bench.heard(4)[0]
+    assert isinstance(failed, Failed)
+    assert (failed.code, failed.retry) == ("overloaded", True)
+    assert "all 3 places" in failed.message
+    bench.run()
+    assert [bench.kinds(context)[-1] for context in range(4)] == [Done] * 4
+
+
+def test_a_device_that_slows_down_keeps_whom_it_has_and_takes_no_more() -> None:
+    bench = playing(milliseconds=100)
+    bench.scheduler.admit()
+    for context in range(5):
+        bench.open(context, "100")
+    for _ in range(50):
+        bench.scheduler.costs.add(FLOW, 1, 0.05)
+    bench.scheduler.admit()
+    assert (bench.scheduler.places, bench.scheduler.lanes_used) == (1, 5)
+    bench.open(5, "100")
+    assert bench.scheduler.num_waiting == 1
+    bench.scheduler.check_integrity()
+    bench.run()
+    assert [bench.kinds(context)[-1] for context in range(6)] == [Done] * 6
+
+
+def test_a_faster_device_seats_who_waits_at_once() -> None:
+    bench = playing(milliseconds=800)
+    bench.scheduler.admit()
+    bench.open(1, "100")
+    bench.open(2, "100")
+    assert bench.scheduler.num_waiting == 1
+    for _ in range(50):
+        bench.scheduler.costs.add(FLOW, 1, 0.01)
+    bench.scheduler.admit()
+    assert bench.scheduler.num_waiting == 0
+
+
+def test_the_time_to_come_back_follows_the_pace_at_which_contexts_end() -> None:
+    bench = Bench(Limits(lanes=1, waiting=2))
+    for context in range(12):
+        bench.now += 4.0
+        bench.open(context, "5")
+        bench.run()
+    for context in range(20, 24):
+        bench.open(context, "5")
+    bench.collect()
+    failed = bench.heard(23)[0]
+    assert isinstance(failed, Failed)
+    assert failed.after_ms is not None
+    assert 11_000 < failed.after_ms < 13_000  # two wait already, and one ends every four seconds
