@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.attention import Attend, AttendLayer, rotate_head0
+from engine.attention import Attend, AttendLayer, Units, rotate_head0
 
 NORM_EPS = 1e-6
 TIME_FREQUENCIES = 128
@@ -274,6 +274,45 @@ class Packed:
             h, a = self.gated(h, block.ff["ff"][2](self.hidden(a, block)), own[:, 5], *after[layer].unbind(1))
         return self.net.proj_out(a)
 
+    def entered(self, x: Tensor, base: Tensor, pages: Tensor) -> Tensor:
+        """Input projection for both branches: of x [U, w, M], and of what no step changes, base [pages, W, D].
+
+        -> [U, 2, w, D]; the second branch knows neither tokens nor speaker nor prompt.
+        """
+        h, bias = self.projected(x), self.net.input_embed.proj.bias
+        return torch.stack((h + base[pages, : h.shape[1]], h + bias), dim=1)
+
+    def projected(self, x: Tensor) -> Tensor:
+        weight = self.net.input_embed.proj.weight
+        return F.linear(x.to(weight.dtype), weight[:, : x.shape[-1]])
+
+    def with_history(self, h: Tensor, units: Units, contexts: Tensor) -> Tensor:
+        """h [U, 2, w, D] behind the frames before it: [U, 2, 30 + w, D].
+
+        contexts [lanes, S, 2, 30, D] hold what stands before each row's first unit of the call, and then the last
+        frames of its last one. A unit of fewer than 30 frames ends its row: what it leaves has no meaning.
+        """
+        context = contexts.shape[3]
+        tails = contexts[units.lanes, units.steps]
+        if units.count > 1:
+            before = h[:, :, -context:].roll(1, dims=0)
+            tails = torch.where((units.fresh == 0)[:, None, None, None], tails, before)
+        x = torch.cat((tails, h), dim=2)
+        last = units.frames[:, None] + torch.arange(context, device=x.device)  # [U, 30]
+        each = torch.arange(units.count, device=x.device)[:, None]
+        contexts[units.keeps, units.steps] = x.transpose(1, 2)[each, last].transpose(1, 2)
+        return x
+
+    def move(self, x: Tensor, velocity: Tensor, units: Units, spans: Tensor, guidance: float, health: Tensor) -> None:
+        """Moves x [pages, W, M] of the units' pages by one step, and adds 0 to their lanes' health, or NaN.
+
+        velocity [U, 2, w, M]; spans [S].
+        """
+        at = x[units.pages, : units.width]
+        at = moved(at, velocity, spans[units.steps][:, None, None], guidance)
+        x[units.pages, : units.width] = at
+        health.index_add_(0, units.lanes, at.sum(dim=(1, 2)) * 0)
+
     def conv_mish(self, x: Tensor, index: int) -> Tensor:
         """Position convolution 0 or 1 over x [B, 30 + T, D] -> [B, T, D]."""
         return F.mish(self.convs[index](x.transpose(1, 2))).transpose(1, 2)
@@ -290,6 +329,12 @@ class Packed:
     def hidden(self, a: Tensor, block: Block) -> Tensor:
         """First half of a feed-forward: [U, 2, w, D] -> [U, 2, w, ff]."""
         return block.ff["ff"][0](a)
+
+
+def moved(x: Tensor, velocity: Tensor, span: Tensor, guidance: float) -> Tensor:
+    """x [U, w, M] after a step of this span along the guided velocity, given for both branches [U, 2, w, M]."""
+    given, free = velocity.to(x.dtype).unbind(1)
+    return torch.addcmul(x, span, torch.lerp(free, given, guidance))
 
 
 def spread(row: Tensor) -> Tensor:

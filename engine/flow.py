@@ -43,7 +43,7 @@ from engine.attention import (
     unit_columns,
 )
 from engine.cache import PagePool
-from engine.dit import FRAMES_PER_TOKEN, Estimator, FlowShape, Modulations, Packed, PreLookahead
+from engine.dit import FRAMES_PER_TOKEN, Estimator, FlowShape, Modulations, Packed, PreLookahead, moved
 from engine.flow_graphs import UNIT_TIERS, FlowGraphs
 from engine.graphs import Graphs
 from engine.noise import MAX_FRAMES, flow_noise
@@ -585,43 +585,18 @@ class Flow(nn.Module):
     def advance_units(self, units: Units, store: FlowStore, attend: AttendLayer) -> None:
         """The body of an Euler step: moves x of the units' pages; writes their keys, values and tails."""
         tables = self.tables()
-        x = store.x[units.pages, : units.width]  # [U, w, M]
-        h = self._entered(x, store.base[units.pages, : units.width])
-        h = self._conv_pos(h, units, store) + h
-        moved = self._moved(x, tables.net.velocity(h, units.steps, attend), tables.spans[units.steps][:, None, None])
-        store.x[units.pages, : units.width] = moved
-        store.health.index_add_(0, units.lanes, moved.sum(dim=(1, 2)) * 0)
-
-    def _entered(self, x: Tensor, base: Tensor) -> Tensor:
-        """x [U, w, M] and what no step changes, base [U, w, D], for both branches: [U, 2, w, D]."""
-        proj = self.estimator.input_embed.proj
-        h = F.linear(x.to(self.dtype), proj.weight[:, : self.shape.mel])
-        return torch.stack((h + base, h + proj.bias), dim=1)
-
-    def _moved(self, x: Tensor, velocity: Tensor, span: Tensor) -> Tensor:
-        """x [U, w, M] after a step of this span along the guided velocity, given for both branches [U, 2, w, M]."""
-        given, free = velocity.to(x.dtype).unbind(1)
-        return torch.addcmul(x, span, torch.lerp(free, given, 1 + self.shape.cfg))
+        net, x = tables.net, store.x[units.pages, : units.width]  # [U, w, M]
+        h = net.entered(x, store.base, units.pages)
+        velocity = net.velocity(self._conv_pos(h, units, store) + h, units.steps, attend)
+        net.move(store.x, velocity, units, tables.spans, 1 + self.shape.cfg, store.health)
 
     def _conv_pos(self, h: Tensor, units: Units, store: FlowStore) -> Tensor:
         """Position convolutions of h [U, 2, w, D] behind each row's tails, which slide on in place."""
+        net = self.tables().net
         for index in range(2):
-            x = self._with_history(h, units, store.contexts[:, :, :, index])  # [U, 2, 30 + w, D]
-            h = self.tables().net.conv_mish(x.flatten(0, 1), index).unflatten(0, (-1, 2))
+            x = net.with_history(h, units, store.contexts[:, :, :, index])  # [U, 2, 30 + w, D]
+            h = net.conv_mish(x.flatten(0, 1), index).unflatten(0, (-1, 2))
         return h
-
-    def _with_history(self, h: Tensor, units: Units, contexts: Tensor) -> Tensor:
-        """h [U, 2, w, D] behind the frames before it; contexts [lanes, S, 2, 30, D] keep each row's last ones."""
-        context = self.shape.context
-        tails = contexts[units.lanes, units.steps]
-        if units.count > 1:
-            before = h[:, :, -context:].roll(1, dims=0)
-            tails = torch.where((units.fresh == 0)[:, None, None, None], tails, before)
-        x = torch.cat((tails, h), dim=2)
-        last = units.frames[:, None] + torch.arange(context, device=x.device)  # [U, 30]
-        each = torch.arange(units.count, device=x.device)[:, None]
-        contexts[units.keeps, units.steps] = x.transpose(1, 2)[each, last].transpose(1, 2)
-        return x
 
     # Whole rows, both directions.
 
@@ -659,9 +634,9 @@ class Flow(nn.Module):
         tables, x = self.tables(), self.tables().noise[whole.positions][None]  # [1, F, M]
         base = self._whole_base(voices, ids, lengths)[None]
         for step in tables.steps.split(1):
-            h = self._entered(x, base)
-            h = self._whole_conv_pos(h, whole) + h
-            x = self._moved(x, tables.net.velocity(h, step, attend), tables.spans[step])
+            h = tables.net.entered(x, base, tables.steps[:1])
+            velocity = tables.net.velocity(self._whole_conv_pos(h, whole) + h, step, attend)
+            x = moved(x, velocity, tables.spans[step], 1 + self.shape.cfg)
         return list(x[0].split(lengths))
 
     def _rows_attention(self, whole: Whole) -> AttendLayer:

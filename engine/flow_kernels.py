@@ -33,6 +33,54 @@ class FusedPacked(Packed):
         super().__init__(net, modulations)
         self.taps = [tap_major(conv) for conv in self.convs]
 
+    def entered(self, x: Tensor, base: Tensor, pages: Tensor) -> Tensor:
+        h, bias = self.projected(x), self.net.input_embed.proj.bias
+        units, frames, dim = h.shape
+        out = h.new_empty(units, 2, frames, dim)
+        enter_kernel[(frames, units)](
+            h, base, bias, pages, out, frames, dim, base.stride(0), BLOCK=triton.next_power_of_2(dim), num_warps=4
+        )
+        return out
+
+    def with_history(self, h: Tensor, units: Units, contexts: Tensor) -> Tensor:
+        frames, dim = h.shape[2:]
+        context = contexts.shape[3]
+        out = h.new_empty(units.count, 2, context + frames, dim)
+        history_kernel[(context + frames, 2 * units.count)](
+            h,
+            contexts,
+            out,
+            units.steps,
+            units.lanes,
+            units.fresh,
+            units.frames,
+            units.count,
+            frames,
+            dim,
+            *contexts.stride()[:3],
+            CONTEXT=context,
+            BLOCK=triton.next_power_of_2(dim),
+            num_warps=4,
+        )
+        return out
+
+    def move(self, x: Tensor, velocity: Tensor, units: Units, spans: Tensor, guidance: float, health: Tensor) -> None:
+        values = units.width * x.shape[-1]
+        move_kernel[(units.count,)](
+            x,
+            velocity,
+            units.pages,
+            units.steps,
+            units.lanes,
+            spans,
+            health,
+            guidance,
+            values,
+            x.stride(0),
+            BLOCK=triton.next_power_of_2(values),
+            num_warps=8,
+        )
+
     def conv_mish(self, x: Tensor, index: int) -> Tensor:
         return conv_mish(x, self.taps[index], self.convs[index].bias)
 
@@ -49,6 +97,80 @@ class FusedPacked(Packed):
         # cuBLASLt's own end of a product, tanh form as ours.
         flat = torch._addmm_activation(layer.bias, a.flatten(0, -2), layer.weight.t(), use_gelu=True)
         return flat.view(*a.shape[:-1], -1)
+
+
+# --- the ends of a step ---
+
+
+@triton.jit(do_not_specialize=["frames"])
+def enter_kernel(h, base, bias, pages, out, frames, dim, page_stride, BLOCK: tl.constexpr):
+    frame = tl.program_id(0)
+    unit = tl.program_id(1).to(tl.int64)
+    e = tl.arange(0, BLOCK)
+    real = e < dim
+    x = tl.load(h + (unit * frames + frame) * dim + e, mask=real).to(tl.float32)
+    given = base + tl.load(pages + unit) * page_stride + frame * dim
+    to = out + (2 * unit * frames + frame) * dim + e
+    tl.store(to, (x + tl.load(given + e, mask=real).to(tl.float32)).to(out.dtype.element_ty), mask=real)
+    free = x + tl.load(bias + e, mask=real).to(tl.float32)
+    tl.store(to + frames.to(tl.int64) * dim, free.to(out.dtype.element_ty), mask=real)
+
+
+@triton.jit(do_not_specialize=["num_units"])
+def history_kernel(
+    h,
+    contexts,
+    out,
+    steps,
+    lanes,
+    fresh,
+    frames,
+    num_units,
+    width,
+    dim,
+    lane_stride,
+    step_stride,
+    branch_stride,
+    CONTEXT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A row of the history is read and then replaced by the same program, so no other can have replaced it before."""
+    place = tl.program_id(0)
+    pair = tl.program_id(1).to(tl.int64)
+    unit = pair // 2
+    e = tl.arange(0, BLOCK)
+    real = e < dim
+    to = out + (pair * (CONTEXT + width) + place) * dim + e
+    if place >= CONTEXT:
+        tl.store(to, tl.load(h + (pair * width + place - CONTEXT) * dim + e, mask=real), mask=real)
+    elif tl.load(fresh + unit) > 0:
+        tl.store(to, tl.load(h + ((pair - 2) * width + width - CONTEXT + place) * dim + e, mask=real), mask=real)
+    else:
+        kept = contexts + tl.load(lanes + unit) * lane_stride + tl.load(steps + unit) * step_stride
+        kept += (pair % 2) * branch_stride + place * dim
+        tl.store(to, tl.load(kept + e, mask=real), mask=real)
+        last = unit
+        while tl.load(fresh + last + 1, mask=last + 1 < num_units, other=0) > 0:
+            last += 1
+        start = tl.load(frames + last) - CONTEXT
+        if start >= 0:
+            own = ((2 * last + pair % 2) * width + start + place) * dim
+            tl.store(kept + e, tl.load(h + own + e, mask=real), mask=real)
+
+
+@triton.jit(do_not_specialize=["guidance"])
+def move_kernel(x, velocity, pages, steps, lanes, spans, health, guidance, values, page_stride, BLOCK: tl.constexpr):
+    unit = tl.program_id(0).to(tl.int64)
+    e = tl.arange(0, BLOCK)
+    real = e < values
+    given = tl.load(velocity + 2 * unit * values + e, mask=real, other=0.0).to(tl.float32)
+    free = tl.load(velocity + (2 * unit + 1) * values + e, mask=real, other=0.0).to(tl.float32)
+    at = x + tl.load(pages + unit) * page_stride + e
+    span = tl.load(spans + tl.load(steps + unit))
+    moved = tl.load(at, mask=real, other=0.0) + span * (given + (guidance - 1.0) * (given - free))
+    tl.store(at, moved, mask=real)
+    is_finite = tl.abs(tl.sum(moved, axis=0)) < float("inf")
+    tl.atomic_add(health + tl.load(lanes + unit), tl.where(is_finite, 0.0, float("nan")))
 
 
 # --- h + gate * y, and its norm ---

@@ -53,7 +53,7 @@ def draw(place: Place, *size: int) -> Tensor:
 
 def assert_near(a: Tensor, b: Tensor, place: Place) -> None:
     assert a.shape == b.shape and a.dtype == b.dtype
-    error = float((a.double() - b.double()).norm() / b.double().norm())
+    error = float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-9))
     assert error < BOUNDS[place[2]], f"relative RMS {error}"
 
 
@@ -66,6 +66,41 @@ def test_gate_and_norm(place: Place, nets: tuple[Packed, Packed]) -> None:
         assert_near(a, b, place)
     twin, fused = (net.normed(h, *rows[:2]) for net in nets)
     assert_near(fused, twin, place)
+
+
+LISTED = [
+    Unit(lane=0, step=3, start=100, frames=50, pages=[4, 2, 7], fresh=0, is_last=True),
+    Unit(lane=1, step=0, start=0, frames=50, pages=[5], fresh=0, is_last=False),
+    Unit(lane=1, step=0, start=50, frames=50, pages=[5, 0], fresh=1, is_last=False),
+    Unit(lane=1, step=0, start=100, frames=43, pages=[5, 0, 6], fresh=2, is_last=True),
+    Unit(lane=2, step=3, start=50, frames=1, pages=[4, 1], fresh=0, is_last=True),
+]
+NOBODY = Unit(3, 0, 0, 50, [8], 0, is_last=True)
+
+
+@torch.inference_mode()
+def test_ends_of_a_step(place: Place, nets: tuple[Packed, Packed]) -> None:
+    device, shape, dtype = place
+    columns = unit_columns(LISTED, NOBODY, 6, 4)
+    units = Units.of(torch.from_numpy(columns).to(device), 50)
+    x, spans = torch.randn(9, 50, shape.mel, device=device), torch.rand(10, device=device)
+    base = draw(place, 9, 50, shape.dim)
+    h, velocity = draw(place, 6, 2, 50, shape.dim), draw(place, 6, 2, 50, shape.mel)
+    velocity[4, 0, 3, 5] = torch.inf
+    contexts = draw(place, 4, 10, 2, 2, 30, shape.dim)
+    results = []
+    for net in nets:
+        at, health, kept = x.clone(), torch.zeros(4, device=device), contexts.clone()
+        net.move(at, velocity, units, spans, 1.7, health)
+        behind = net.with_history(h, units, kept[:, :, :, 1])
+        kept[2] = 0  # a row that ends leaves nothing of meaning
+        results.append(
+            (net.entered(x[units.pages], base, units.pages), at[:8].nan_to_num(posinf=9.0), behind, kept[:3], health)
+        )
+    for fused, twin in zip(*reversed(results), strict=True):
+        assert torch.equal(fused.isnan(), twin.isnan())
+        assert_near(fused.nan_to_num(), twin.nan_to_num(), place)
+    assert results[1][4].isnan().tolist() == [False, False, True, False]
 
 
 @pytest.mark.parametrize(("batch", "frames"), [(1, 7), (2, 50), (3, 300)])
@@ -95,14 +130,7 @@ def angles_of(place: Place) -> Angles:
 def test_paged_attention(place: Place) -> None:
     device, shape, dtype = place
     angles = angles_of(place)
-    listed = [
-        Unit(lane=0, step=3, start=100, frames=50, pages=[4, 2, 7], fresh=0, is_last=True),
-        Unit(lane=1, step=0, start=0, frames=50, pages=[5], fresh=0, is_last=False),
-        Unit(lane=1, step=0, start=50, frames=50, pages=[5, 0], fresh=1, is_last=False),
-        Unit(lane=1, step=0, start=100, frames=13, pages=[5, 0, 6], fresh=2, is_last=True),
-        Unit(lane=2, step=3, start=50, frames=1, pages=[4, 1], fresh=0, is_last=True),
-    ]
-    columns = unit_columns(listed, Unit(3, 0, 0, 50, [8], 0, is_last=True), 6, 4)
+    columns = unit_columns(LISTED, NOBODY, 6, 4)
     units = Units.of(torch.from_numpy(columns).to(device), 50)
     size = (shape.steps, 2, 1, 2, 9, 50, shape.heads, shape.head_dim)
     before = torch.full(size, float("nan")).to(device, dtype)
@@ -110,7 +138,7 @@ def test_paged_attention(place: Place) -> None:
     qkv = draw(place, 6, 2, 50, 3, shape.heads, shape.head_dim)
     results = []
     for attend in (
-        lambda data: EachPaged(data, units, [*listed, Unit(3, 0, 0, 50, [8], 0, is_last=True)], angles),
+        lambda data: EachPaged(data, units, [*LISTED, NOBODY], angles),
         lambda data: GatheredPaged(data, units, angles),
         lambda data: FusedPaged(data, units, angles),
     ):
