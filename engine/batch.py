@@ -184,11 +184,12 @@ class Runner:
         rows_per_launch: int,
         prompt_remainder: int = 0,
         keeps_flow: bool = True,
+        is_final_causal: bool = True,
         costs: Costs | None = None,
     ) -> None:
         self.models = models
         self.rows_per_launch = rows_per_launch
-        self.keeps_flow = keeps_flow
+        self.keeps_flow, self.is_final_causal = keeps_flow, is_final_causal
         self.costs = costs or Costs()
         self.codes_per_text = Mean(CODES_PER_TEXT)  # that talkers gave for an id of text
         self.seconds = dict.fromkeys((TALKER, FLOW, HIFT), 0.0)  # of the device, since the start
@@ -199,6 +200,7 @@ class Runner:
         self._no_mel = torch.empty(models.flow.shape.mel, 0, device=models.device)
         self._lanes: list[dict[Part, Segment]] = [{} for _ in range(lanes)]
         self._leases = [0] * lanes
+        self._spare_pages = 0  # of the flow, when they were last counted, less what has begun since
 
     def warm(self, *, has_graphs: bool, on_capture: Callable[[str], None]) -> None:
         """Lays out what the models keep on the device and captures their launches. On the CPU there is nothing to do.
@@ -241,9 +243,14 @@ class Runner:
         self._leases[lane.index] = lane.lease
         silence = SilentRunFilter(self.models.silent_ids)
         self._lanes[lane.index][part] = Segment(utterance, part, silence)
-        if utterance.is_streaming and self.keeps_flow:
+        if utterance.is_streaming:
+            self.expect(utterance.voice)
+
+    def expect(self, voice: Voice) -> None:
+        """Has the voice's prompt solved, if it isn't: before anybody waits for it, if there is time."""
+        if self.keeps_flow:
             with self._sounding.current():
-                self.prefixes.begin(utterance.voice)
+                self.prefixes.begin(voice)
 
     def free(self, lane: Lane) -> None:
         """Gives back all that the lane holds. A lane that never got a part holds nothing.
@@ -386,11 +393,17 @@ class Runner:
     # Flow
 
     def _launch_flow(self, rows: Sequence[FlowStep], done: Launched) -> None:
-        """An Euler step of the streamed rows and of new voices' prompts; the full responses, all ten steps at once."""
+        """An Euler step of the streamed rows and of new voices' prompts; all ten at once of full responses and, where
+        the profile says so, of last hops."""
+        self._spare_pages = -1
         streamed: list[FlowStep] = []
+        last: list[FlowStep] = []
         whole: list[FlowStep] = []
         for row in rows:
-            (streamed if self._segment(row).utterance.is_streaming else whole).append(row)
+            if not self._segment(row).utterance.is_streaming:
+                whole.append(row)
+            else:
+                (last if row.is_final and not self.is_final_causal else streamed).append(row)
         if self.rows_per_launch == 1:
             self._in_groups(streamed, self._solve, done)
             self._solve_prompts(self.prefixes.under_way(most_rows=1), done)
@@ -398,6 +411,7 @@ class Runner:
             prompts = self.prefixes.under_way()
             if streamed or prompts:
                 self._guarded(streamed, partial(self._solve, prompts=prompts), done)
+        self._in_groups(last, self._solve_last, done)
         self._in_groups(whole, self._solve_whole, done)
 
     def _solve(self, rows: Sequence[FlowStep], done: Launched, prompts: Sequence[FlowRow] = ()) -> None:
@@ -443,7 +457,7 @@ class Runner:
             if row.is_new_hop and not state.is_staged:
                 flow.begin(state, segment.tokens[segment.num_given : row.upto], row.is_final)
                 segment.num_given = row.upto
-            if state.is_staged:
+            if state.is_staged and (self.is_final_causal or not row.is_final):
                 self.prefixes.make_room(lambda: flow.reserve(state, store))
         except OutOfPages:
             done.blocked.append(row)
@@ -456,10 +470,18 @@ class Runner:
     def _may_begin(self, segment: Segment) -> bool:
         """A row begins if the pages will probably last to its end and to that of all rows under way: else one that
         somebody listens to would stop short. With none under way it may try."""
-        store, under_way = self.models.flow_store, [one for one in self.segments() if one.flow is not None]
-        free = store.pool.num_free - sum(self._pages_to_come(one) for one in under_way)
         need = self._pages_to_come(segment)
-        return not under_way or need <= free or need <= free + self.prefixes.num_unused_pages
+        if need > self._spare_pages:
+            self._spare_pages = self._count_spare_pages()
+        if need > self._spare_pages and any(one.flow is not None for one in self.segments()):
+            return need <= self._spare_pages + self.prefixes.num_unused_pages
+        self._spare_pages -= need
+        return True
+
+    def _count_spare_pages(self) -> int:
+        """Free, and not needed by the rows under way."""
+        to_come = sum(self._pages_to_come(one) for one in self.segments() if one.flow is not None)
+        return self.models.flow_store.pool.num_free - to_come
 
     def _pages_to_come(self, segment: Segment) -> int:
         used = segment.utterance
@@ -498,15 +520,28 @@ class Runner:
                 self._release_flow(segment)
             done.solved.append((row, True))
 
+    def _solve_last(self, rows: Sequence[FlowStep], done: Launched) -> None:
+        """Last hops as the reference has them: all of a row once more, looking both ways."""
+        ready = [(row, segment) for row in rows if self._flow_ready(row, segment := self._segment(row), done)]
+        flows = [segment.flow for _, segment in ready if segment.flow is not None]
+        if ready:
+            with self._sounding.launch(WHOLE, len(ready)):
+                mels = self.models.flow.finish_whole(flows)
+                self._keep_whole(ready, mels, done)
+
+    def _keep_whole(self, solved: Sequence[tuple[FlowStep, Segment]], mels: Sequence[Tensor], done: Launched) -> None:
+        for (row, segment), mel in zip(solved, mels, strict=True):
+            segment.mel, segment.health = mel, mel.sum() * 0
+            self._release_flow(segment)
+            done.solved.append((row, True))
+
     def _solve_whole(self, rows: Sequence[FlowStep], done: Launched) -> None:
         """Full responses: attention in both directions over all tokens."""
         segments = [self._segment(row) for row in rows]
         requests = [(self.prefixes.whole(one.utterance.voice), one.tokens) for one in segments]
         with self._sounding.launch(WHOLE, len(rows)):
             mels = self.models.flow.offline_all(requests)
-            for row, segment, mel in zip(rows, segments, mels, strict=True):
-                segment.mel, segment.health = mel, mel.sum() * 0
-                done.solved.append((row, True))
+            self._keep_whole(list(zip(rows, segments, strict=True)), mels, done)
 
     # HiFT
 

@@ -89,10 +89,11 @@ class Cloning:
         post: Callable[[list[tuple[int, ToGateway]]], None],
         links: Callable[[], Iterable[int]],
         ready: Callable[[], Ready],
+        on_made: Callable[[Voice], None] = lambda voice: None,
         threads: int = 1,
     ) -> None:
         self._store, self._models = store, models
-        self._post, self._links, self._ready = post, links, ready
+        self._post, self._links, self._ready, self._on_made = post, links, ready, on_made
         self._fingerprint = "" if models is None else models.fingerprint()
         self._child = None if models is None else ConditioningChild(models, threads)
         self._turn = asyncio.Lock()
@@ -148,7 +149,9 @@ class Cloning:
             if not self._store.claim(key, message.owner, message.name):
                 samples, rate_hz = await decode_in_child(message.audio)
                 voice = await child.voice(samples, rate_hz, message.transcript, message.lang)
-                self._store.add(replace(voice, id=key, name=message.name), message.owner, message.name)
+                voice = replace(voice, id=key, name=message.name)
+                self._store.add(voice, message.owner, message.name)
+                self._on_made(voice)
         return key
 
     def _news(self) -> list[tuple[int, ToGateway]]:

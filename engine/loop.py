@@ -87,11 +87,18 @@ class Prepared:
 
 
 @dataclass(frozen=True, slots=True)
+class VoiceMade:
+    """A caller has registered it, and is likely to speak with it soon."""
+
+    voice: Voice
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     pass
 
 
-Item = Said | LinkOpened | LinkClosed | Prepared | Stop
+Item = Said | LinkOpened | LinkClosed | Prepared | VoiceMade | Stop
 
 
 class Inbox:
@@ -355,6 +362,9 @@ class Engine:
                 self.scheduler.close_link(link)
             case Prepared(lane, clause, work):
                 self._take_prepared(lane, clause, work)
+            case VoiceMade(voice):
+                if self.reader.can_stream:
+                    self.runner.expect(voice)
             case Stop():
                 self._is_stopping = True
 

@@ -35,7 +35,7 @@ from engine.costs import Costs
 from engine.flow import FlowStore
 from engine.frontend import Tokenizer
 from engine.leash import on_parent_gone
-from engine.loop import Deliver, Engine, Inbox, LinkClosed, LinkOpened, Reader, Said, Stop
+from engine.loop import Deliver, Engine, Inbox, LinkClosed, LinkOpened, Reader, Said, Stop, VoiceMade
 from engine.messages import SAMPLE_RATE_HZ, Audio, ToEngine, ToGateway, VoiceDrop, VoicePut, pack, unpack
 from engine.scheduler import Limits, Scheduler
 from engine.talker import TalkerStore
@@ -212,6 +212,7 @@ def build(config: Config, deliver: Deliver, worker: Executor) -> Engine:
             rows_per_launch=settings.rows_per_launch,
             prompt_remainder=settings.prompt_remainder,
             keeps_flow=settings.flow_cache,
+            is_final_causal=settings.last_hop == "causal",
             costs=costs,
         ),
         Scheduler(limits(settings), costs),
@@ -380,6 +381,7 @@ async def _serve(
         post=pipe.post,
         links=lambda: pipe.links,
         ready=engine.ready,
+        on_made=lambda voice: engine.inbox.put(VoiceMade(voice)),
         threads=config.engine.cloning_threads,
     )
     server = await unix_serve(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.batch import Utterance
-from engine.loop import are_foreign
+from engine.loop import VoiceMade, are_foreign
 from engine.messages import Done, Failed, Open
 from engine.scheduler import Lane, Preparation
 from engine.voices import Voice, read_voices
@@ -82,6 +82,24 @@ def test_a_context_goes_on_with_a_voice_that_is_dropped_and_the_next_one_is_refu
     assert isinstance(speaking.end(2), Done)
     assert speaking.pcm(2) == whole
     assert [voice.id for voice in speaking.engine.ready().voices] == ["anna", "second"]
+    speaking.assert_empty()
+
+
+def test_a_new_voices_prompt_is_solved_before_anybody_speaks_with_it(
+    speaking: Speaking, others: tuple[Voice, Voice]
+) -> None:
+    fresh = dataclasses.replace(others[0], id="fresh")
+    speaking.engine.reader.voices.add(fresh, "key", "Fresh")
+    cold = speaking.runner.prefixes.num_pages
+    speaking.engine.inbox.put(VoiceMade(fresh))
+    speaking.step()
+    while not speaking.runner.room.is_idle:
+        speaking.step()
+    warm = speaking.runner.prefixes.num_pages
+    assert warm > cold
+    assert speaking.speak(1, TEXT, voice="fresh", seed=3) == speaking.speak(2, TEXT, voice="first", seed=3)
+    assert speaking.runner.prefixes.num_pages - warm <= warm - cold, "only the other one's was solved since"
+    assert speaking.engine.reader.voices.drop("fresh", "key")
     speaking.assert_empty()
 
 
