@@ -20,7 +20,11 @@ from engine.flow import Flow, FlowRow, FlowShape, FlowStore, FlowVoice
 from engine.graphs import Graphs
 from tests.random_checkpoint import FULL, flow_state
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("default"),  # torch calls its sync debug mode and its profiler prototypes
+]
 
 SHAPE = FULL.flow
 BOUNDS = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
@@ -39,10 +43,11 @@ def ops_of_a_unit(shape: FlowShape, keys: int) -> float:
 
 @pytest.fixture(scope="module", autouse=True)
 def without_tf32() -> Iterator[None]:
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    conv, matmul = torch.backends.cudnn.conv, torch.backends.cuda.matmul
+    before = conv.fp32_precision, matmul.fp32_precision
+    conv.fp32_precision = matmul.fp32_precision = "ieee"
     yield
-    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+    conv.fp32_precision, matmul.fp32_precision = before
 
 
 @pytest.fixture(scope="module")

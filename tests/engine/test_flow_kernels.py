@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -29,6 +30,15 @@ PLACES = [
     pytest.param(("cuda", FULL, torch.float32), id="cuda-float32", marks=GPU),
     pytest.param(("cuda", FULL, torch.bfloat16), id="cuda-bfloat16", marks=GPU),
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_tf32() -> Iterator[None]:
+    conv, matmul = torch.backends.cudnn.conv, torch.backends.cuda.matmul
+    before = conv.fp32_precision, matmul.fp32_precision
+    conv.fp32_precision = matmul.fp32_precision = "ieee"
+    yield
+    conv.fp32_precision, matmul.fp32_precision = before
 
 
 @pytest.fixture(params=PLACES)
