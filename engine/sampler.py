@@ -152,7 +152,7 @@ class LaneDraws:
     The last row is for padding: it may be drawn for at any time.
     """
 
-    RING = 1024  # no less than the widest window
+    RING = 1024  # a power of two, no less than the widest window
 
     def __init__(self, lanes: int, vocab: int, *, device: torch.device | str) -> None:
         self.record = torch.zeros(lanes + 1, len(Field), dtype=torch.int64, device=device)
@@ -173,8 +173,8 @@ class LaneDraws:
         record = self.record.index_select(0, index)
         step, window = record[:, Field.STEP, None], max(1, *(s.window for s in samplings))
         at = step + torch.arange(-window, 0, device=step.device)
-        recent = self.recent[index[:, None], at % self.RING]
-        is_within = (at >= 0) & (at >= step - record[:, Field.WINDOW, None])
+        recent = self.recent[index[:, None], at & self.RING - 1]
+        is_within = at >= (step - record[:, Field.WINDOW, None]).clamp(min=0)
         seen = self.seen.index_select(0, index) if any(map(is_penal, samplings)) else None
         return Lanes.on(record, recent.where(is_within, -1), seen, samplings)
 
@@ -227,10 +227,10 @@ class Lanes:
     def on(cls, record: Tensor, window: Tensor, seen: Tensor | None, modes: Sequence[Sampling]) -> Self:
         """record [B, Field]; below a lane's minimum length its control ids are masked."""
         temperature, top_p, penalty = record[:, REALS].view(torch.float64).float().split(1, 1)
-        step, min_len, top_k, strikes = (record[:, f, None] for f in (0, 2, Field.TOP_K, Field.STRIKES))
+        step, _, min_len, key, top_k, strikes, _, is_ras = record[:, : Field.IS_RAS + 1].split(1, 1)
         return cls(
-            temperature, top_p, penalty, top_k, strikes, torch.where(step < min_len, Mask.CONTROLS, Mask.NOTHING),
-            record[:, Field.IS_RAS] > 0, draw_keys(record[:, Field.KEY, None], step), window, seen,
+            temperature, top_p, penalty, top_k, strikes, (step < min_len) * int(Mask.CONTROLS),
+            is_ras[:, 0] > 0, draw_keys(key, step), window, seen,
             max(map(most_candidates, modes)), any(s.mode == "standard" for s in modes),
         )  # fmt: skip
 
@@ -251,15 +251,15 @@ def padded(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
 
 
 def masked(logits: Tensor, lanes: Lanes) -> tuple[Tensor, Tensor]:
-    """float32 (float64 kept) logits with masked control ids at -inf, and [B] whether a lane can draw nothing."""
-    scores = logits if logits.dtype == torch.float64 else logits.float()
-    place = torch.arange(scores.shape[1], device=scores.device) - (scores.shape[1] - NUM_CONTROLS)
-    is_cut = (lanes.mask == Mask.SOS) & (place == SOS) | (lanes.mask == Mask.CONTROLS) & (place >= 0)
-    is_cut = is_cut | (lanes.mask == Mask.ALL_BUT_FILL) & (place >= 0) & (place != FILL)
-    is_faulty = ~scores.amax(1).isfinite()  # amax hands a NaN on
-    scores = scores.masked_fill(is_cut, -torch.inf)
-    is_faulty = is_faulty | ~scores.amax(1).isfinite()
-    return scores.masked_fill(is_faulty[:, None], 0.0), is_faulty
+    """A float32 (or float64) copy with masked control ids at -inf, and [B] whether a lane can draw nothing."""
+    scores = logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32, copy=True)
+    best = scores.amax(1, keepdim=True)  # which hands a NaN on
+    place = torch.arange(NUM_CONTROLS, device=scores.device)
+    is_cut = (lanes.mask == Mask.CONTROLS) | (lanes.mask == Mask.SOS) & (place == SOS)
+    is_cut = is_cut | (lanes.mask == Mask.ALL_BUT_FILL) & (place != FILL)
+    scores[:, -NUM_CONTROLS:].masked_fill_(is_cut, -torch.inf)
+    is_faulty = ~(best.isfinite() & scores.amax(1, keepdim=True).isfinite())
+    return scores.masked_fill_(is_faulty, 0.0), is_faulty[:, 0]
 
 
 def penalised(scores: Tensor, lanes: Lanes) -> Tensor:
@@ -285,17 +285,22 @@ def candidates(scores: Tensor, lanes: Lanes) -> Candidates:
     ids, logp = best(scores, min(lanes.most, scores.shape[1]))
     rank = torch.arange(ids.shape[1], device=ids.device)
     is_top = rank < lanes.top_k
-    all_ids, top_ids = scores.logsumexp(1, True), logp.where(is_top, -torch.inf).logsumexp(1, True)
-    whole = torch.where(lanes.is_ras[:, None], all_ids, top_ids)
+    whole = scores.logsumexp(1, True)
+    if lanes.has_standard:
+        whole = torch.where(lanes.is_ras[:, None], whole, logp.where(is_top, -torch.inf).logsumexp(1, True))
     p = (logp - whole).exp()
     before = torch.cat([torch.zeros_like(p[:, :1]), p.cumsum(1)[:, :-1]], 1)
-    is_kept = is_top & ((before < lanes.top_p) | (rank == 0))
+    is_kept = is_top & ((before < lanes.top_p) | (lanes.top_p >= 1) | (rank == 0))
     logp = logp.where(is_kept, -torch.inf)
     return with_controls(scores, lanes, ids, logp) if lanes.has_standard else Candidates(ids, logp)
 
 
 def best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Ids and scores [B, count], best first, the lower id first among equals (plain topk leaves that open)."""
+    if not scores.is_cuda and count < scores.shape[1]:  # no equals among the first: the quick way, but for this look
+        values, places = scores.topk(count + 1, 1)
+        if bool((values[:, :-1] > values[:, 1:]).all()):
+            return places[:, :-1], values[:, :-1]
     if count > 256 or scores.shape[1] > 8192:
         logp, ids = scores.sort(dim=1, descending=True, stable=True)
         return ids[:, :count], logp[:, :count]
