@@ -27,15 +27,17 @@ from typing import Any
 
 import uvloop
 
+from engine.voices import read_voices, write_voices
 from gateway import figures
 from gateway.bench import BASELINES, Bench, Point, altered, attempt, text_counter
 from gateway.cli import own_server
 from gateway.errors import GatewayError
-from tests.bench.full_size import full_size
+from tests.bench.full_size import full_size, random_voices
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 RATIO = 6.0  # speech tokens for each text token: a sentence of twenty text tokens is then as long as Seed-TTS EN's
-VOICES, PROMPT_TOKENS = 160, 125
+VOICES, PROMPT_TOKENS = 200, 125
+LONG_PROMPT, LONG_TOKENS, LONG_PLACE = "long-prompt", 750, 40  # beyond a pool of 32, and far from the cold ones' end
 START_S = 240.0  # for a server to load, capture and be ready
 SPARE_S = 12.0  # a point isn't begun with less than its own time and this
 DRAIN_S = 45.0  # for the answers that are under way at a point's end
@@ -75,6 +77,7 @@ def stages(seconds: float, churn_s: float) -> dict[str, Stage]:
             points=(
                 replace(burst, streams=4, tokens=1500, rounds=1),
                 replace(burst, streams=8, tokens=int(RATIO)),
+                replace(burst, streams=4, voices=LONG_PROMPT, rounds=1),
                 replace(hot, streams=64, voices="pooled", pool=64),
                 replace(hot, streams=16),
                 replace(hot, streams=4, seconds=min(seconds, 6.0)),
@@ -92,6 +95,9 @@ def stages(seconds: float, churn_s: float) -> dict[str, Stage]:
             series="one at a time",
             changes=BASELINES["one at a time"],
             points=(replace(burst, streams=64, rounds=1),),
+        ),
+        "pressure": Stage(
+            series="few pages", changes={"flow_pages": 100}, points=(replace(hot, streams=64, seconds=8.0),)
         ),
         "poisson": Stage(
             points=tuple(replace(listening, kind="poisson", rate=rate, listens=True) for rate in (10.0, 20.0, 40.0))
@@ -127,6 +133,7 @@ class Hopper:
         started = time.monotonic()
         if not (folder / "spk2info.pt").exists():
             full_size(folder, voices=VOICES, prompt_tokens=PROMPT_TOKENS, ratio=RATIO)
+            add_long_prompt(folder)
             say(f"checkpoint in {folder}, {time.monotonic() - started:.1f} s")
 
     async def _check_parity(self) -> None:
@@ -226,6 +233,15 @@ class Hopper:
             figures.plot(measured, self.out / "hopper.png")
 
 
+def add_long_prompt(folder: Path) -> None:
+    """A voice whose recording took 30 s, among the others."""
+    path = folder / "spk2info.pt"
+    voices = list(read_voices(path).values())
+    (made,) = random_voices(folder, 1, LONG_TOKENS, seed=7)
+    voices.insert(LONG_PLACE, replace(made, id=LONG_PROMPT, name=LONG_PROMPT))
+    write_voices(path, voices)
+
+
 def faults(result: dict[str, Any]) -> str:
     """What a point that was measured shouldn't have; empty if there is nothing."""
     found, seconds = result["figures"], result["figures"].audio_per_token
@@ -259,11 +275,13 @@ def _sharing_a_server(named: Sequence[tuple[str, Stage]]) -> Iterator[list[tuple
 # ---- tables
 
 STAGES = ("talker", "flow", "hift", "host")
+FULLEST = ("lanes_used", "places", "waiting", "flow_pages", "voice_pages")  # gauges whose largest values are shown
 
 
 def breakdown(results: Sequence[dict[str, Any]]) -> str:
     """Of each point, from the engine's own sums; a device stage's time holds what it waited beside the other's work."""
-    lines = [f"{'point':<34}" + "".join(f"{name + ' %':>10}{'ms/s':>7}" for name in STAGES) + f"{'turns/s':>9}"]
+    heads = "".join(f"{name + ' %':>10}{'ms/s':>7}" for name in STAGES)
+    lines = [f"{'point':<34}{heads}{'turns/s':>9}" + "".join(f"{name:>13}" for name in FULLEST)]
     for result in results:
         gauges, audio = result["gauges"], result["figures"].audio_s_per_s
         cells = []
@@ -271,7 +289,8 @@ def breakdown(results: Sequence[dict[str, Any]]) -> str:
             share = gauges.get(f"{name}_s", {}).get("per_s", 0.0)
             cells.append(f"{100 * share:>10.1f}" + (f"{1e3 * share / audio:>7.2f}" if audio else f"{'-':>7}"))
         turns = gauges.get("steps", {}).get("per_s", 0.0)
-        lines.append(f"{result['name'][:33]:<34}" + "".join(cells) + f"{turns:>9.0f}")
+        fullest = "".join(f"{gauges.get(name, {}).get('max', 0.0):>13g}" for name in FULLEST)
+        lines.append(f"{result['name'][:33]:<34}" + "".join(cells) + f"{turns:>9.0f}" + fullest)
     return "\n".join(lines)
 
 
