@@ -141,6 +141,7 @@ class EngineConfig(_Table):
     flow_rows_least: int = 32  # as few as that, if the most urgent row's listener runs dry soon
     share: float = 0.0  # of the device that listeners may take by measured costs, 0.1 to 1; 0: lanes alone are counted
     graphs: bool = True  # captured at the start, on CUDA; false: eager
+    last_hop: str = "causal"  # "both_ways": solved with all before it once more, as the reference does
     flow_cache: bool = True  # false: each hop solves prompt and all before it again, which benches compare with
     prompt_remainder: int = 0  # the flow's prompts lose their start, up to n * 25 + this many tokens; 0: they don't
     clause_tokens: int = 400  # text tokens of one clause, prompt not counted
@@ -151,6 +152,8 @@ class EngineConfig(_Table):
     def __post_init__(self) -> None:
         if self.mode not in ("streaming", "full"):
             raise ConfigError(f"[engine] mode is {self.mode!r}, allowed are 'streaming' and 'full'")
+        if self.last_hop not in ("causal", "both_ways"):
+            raise ConfigError(f"[engine] last_hop is {self.last_hop!r}, allowed are 'causal' and 'both_ways'")
         if self.dtype not in ("auto", "float32", "bfloat16", "float16", "float64"):
             raise ConfigError(
                 f"[engine] dtype is {self.dtype!r}, allowed are auto, float32, bfloat16, float16, float64"

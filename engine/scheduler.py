@@ -578,8 +578,8 @@ class Scheduler:
         lane = self._lane(context)
         if not context.is_streaming:
             return FlowRow(lane, run.part, run.tokens, is_new_hop=True, is_final=True) if run.is_talked else None
-        if not run.is_hop_due:
-            return None
+        if not run.is_hop_due or run.has_mel and run.is_last_hop:
+            return None  # a last hop may be solved in one go, and then gives its mel at once
         upto = run.tokens if run.is_last_hop else run.tokens_solved + run.hop + LOOKAHEAD_TOKENS
         return FlowRow(lane, run.part, upto, is_new_hop=True, is_final=run.is_last_hop)
 

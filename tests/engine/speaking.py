@@ -74,6 +74,7 @@ class Speaking:
             rows_per_launch=chosen.rows_per_launch,
             prompt_remainder=chosen.prompt_remainder,
             keeps_flow=chosen.flow_cache,
+            is_final_causal=chosen.last_hop == "causal",
         )
         self.said: defaultdict[int, list[ToGateway]] = defaultdict(list)
         self.gauges: list[Gauges] = []

@@ -159,6 +159,27 @@ def test_what_is_spoken_is_what_the_models_give_offline(
     torch.testing.assert_close(heard, wave, atol=1e-6, rtol=0)
 
 
+def test_a_last_hop_that_looks_both_ways_ends_as_a_full_response_does(make: Make, monkeypatch: Any) -> None:
+    """The hops before it are played already; what it gives is what the offline flow gives, looking both ways."""
+    speaking = make(dtype="float64", last_hop="both_ways")
+    mels: list[torch.Tensor] = []
+    sound = speaking.runner._sound
+
+    def sounded(rows: Sequence[HiftRow], done: Launched) -> None:
+        mels.extend(segment.mel.clone() for segment in map(speaking.runner._segment, rows) if segment.mel is not None)
+        sound(rows, done)
+
+    monkeypatch.setattr(speaking.runner, "_sound", sounded)
+    streamed = speaking.speak(1, "Hi.")
+    last, hops = mels[-1], torch.cat(mels[:-1], dim=1)
+    mels.clear()
+    assert len(streamed) == len(speaking.speak(2, "Hi.", streaming=False))
+    (whole,) = mels
+    torch.testing.assert_close(last, whole[:, hops.shape[1] :], atol=1e-8, rtol=0)
+    assert not torch.allclose(hops, whole[:, : hops.shape[1]], atol=1e-3)
+    speaking.assert_empty()
+
+
 # What a context hears
 
 
