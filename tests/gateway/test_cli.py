@@ -6,8 +6,11 @@ import wave
 from pathlib import Path
 
 import pytest
+from websockets.datastructures import Headers
 
+from engine import config as profiles
 from gateway import cli
+from gateway.admission import Admission, Tickets
 from tests.gateway.conftest import Stack
 from tests.scripted_engine import tone
 
@@ -72,3 +75,16 @@ async def test_failures_are_one_line_and_an_exit_code(
     assert await rill("serve", "--host", "0.0.0.0") == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 5 and all(line.startswith("rill: ") for line in lines)
+
+
+def test_a_key_is_printed_once_and_its_table_lets_its_holder_in(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["key", "ada's phone"]) == 0
+    printed = capsys.readouterr().out
+    key = printed.split()[-1]
+    (tmp_path / "profile.toml").write_text(printed)
+    config = profiles.load(tmp_path / "profile.toml").gateway
+    admission = Admission(config, Tickets(tmp_path, 1, lambda: 0.0), lambda: 0.0)
+    assert admission.enter("1.2.3.4", Headers(Authorization=f"Bearer {key}"), "").name == "ada's phone"
+    assert printed.count(key) == 1 and len(key) > 40

@@ -18,7 +18,9 @@ from gateway.admission import digest
 from gateway.errors import ConfigError
 from gateway.supervisor import SILENT, Supervisor, reserve
 from tests.gateway.raw_client import RawClient, check_promises, raw_client, until
+from tests.gateway.raw_socket import message, raw_socket
 from tests.gateway.test_server import get, refusal, speech
+from tests.soak.soak import rss
 
 SENTENCE = "This is a sentence of some length to be spoken. "
 ENGINE = "tests.scripted_engine"
@@ -42,7 +44,8 @@ async def served(path: Path, monkeypatch: pytest.MonkeyPatch, **script: Any) -> 
     monkeypatch.setenv("SCRIPT", json.dumps({"step_s": 0.01, "lanes": 32, **script}))
     async with Supervisor(path, port=0, engine=ENGINE) as supervisor:
         async with asyncio.timeout(PATIENCE_S):
-            yield supervisor, await supervisor.address()
+            address = await supervisor.address()
+        yield supervisor, address
 
 
 async def readiness(address: str) -> dict[str, Any]:
@@ -208,3 +211,29 @@ async def test_an_engine_that_hangs_is_killed_and_started_again(
         supervisor.heard(supervisor.gateways[0], SILENT)
         await until(lambda: supervisor.pids("engine") != [hung])
         await is_ready_again(address)
+
+
+@pytest.mark.slow
+async def test_two_thousand_connections_dropped_with_full_buffers_leave_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """G38, without TLS, which is left to a proxy."""
+
+    async def drop_many(address: str, count: int) -> None:
+        for _ in range(count // 50):
+            async with contextlib.AsyncExitStack() as on:
+                for _ in range(50):
+                    deaf = await on.enter_async_context(raw_socket(address, receive_bytes=4_096))
+                    deaf.send(message("open", c="a", pace="none") + message("text", c="a", n=0, s=SENTENCE))
+                await asyncio.sleep(0.1)
+
+    async with asyncio.timeout(120), contextlib.AsyncExitStack() as on:
+        path = profile(tmp_path, "address_handshakes_minute = 100000\n")
+        supervisor, address = await on.enter_async_context(served(path, monkeypatch, lanes=100, step_s=0.02))
+        (gateway,) = supervisor.pids("gateway")
+        await drop_many(address, 500)
+        before = rss(gateway)
+        await drop_many(address, 2_000)
+        async with raw_client(address) as client:
+            assert (await client.speak("a", SENTENCE))["t"] == "done"
+        assert rss(gateway) <= before * 1.1, f"{before >> 20} MiB, then {rss(gateway) >> 20}"
