@@ -107,6 +107,11 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def waited_s(pid: int) -> float:
+    """Time in which it could have run and had no core: somebody else's doing."""
+    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+
+
 async def measure(address: str, pid: int, streams: int, seconds: float) -> dict[str, float]:
     host, port = address.removeprefix("http://").removesuffix("/").split(":")
     loop = asyncio.get_running_loop()
@@ -119,9 +124,9 @@ async def measure(address: str, pid: int, streams: int, seconds: float) -> dict[
     await asyncio.sleep(WARM_S)
     for listener in listeners:
         listener.times.clear()
-    started, used = time.perf_counter(), cpu_s(pid)
+    started, used, waited = time.perf_counter(), cpu_s(pid), waited_s(pid)
     await asyncio.sleep(seconds)
-    took, used = time.perf_counter() - started, cpu_s(pid) - used
+    took, used, waited = time.perf_counter() - started, cpu_s(pid) - used, waited_s(pid) - waited
     gaps = sorted(
         max(later - before - STEP_S, 0.0) * 1000
         for listener in listeners
@@ -139,6 +144,7 @@ async def measure(address: str, pid: int, streams: int, seconds: float) -> dict[
         "gap_p99_ms": round(gaps[int(len(gaps) * 0.99)], 2),
         "gap_max_ms": round(gaps[-1], 2),
         "core_used": round(used / took, 3),
+        "core_waited_for": round(waited / took, 3),
         "loop_lag_p99_ms_at_most": lag,
     }
 
