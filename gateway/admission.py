@@ -312,9 +312,9 @@ class Admission:
         """The name of the key in the Authorization header. Every key is compared, in constant time."""
         given = headers.get_all("Authorization")
         scheme, _, key = (given[0] if len(given) == 1 else "").partition(" ")
-        found = ""
+        found, hashed = "", digest(key.strip())
         for name, known in self._keys.items():
-            if hmac.compare_digest(known.sha256, digest(key.strip())):
+            if hmac.compare_digest(known.sha256, hashed):
                 found = name
         if not found or scheme.lower() != "bearer":
             raise Denied(HTTPStatus.UNAUTHORIZED, "a key is needed: Authorization: Bearer KEY")

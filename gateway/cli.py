@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import shutil
 import signal
 import sys
@@ -99,6 +100,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_server(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", help="a server's address; default: the one on this machine, else one for this call")
+    parser.add_argument("--key", default=os.environ.get("RILL_KEY"), help="an API key; default: RILL_KEY's value")
     parser.add_argument("--config", type=Path, default=DEFAULT_PROFILE, help="the profile of a server for this call")
 
 
@@ -152,7 +154,7 @@ async def _server(options: argparse.Namespace) -> AsyncIterator[str]:
     default = f"http://127.0.0.1:{DEFAULT_PORT}/"
     if options.url is not None:
         yield options.url
-    elif await probe(default):
+    elif await probe(default, key=options.key):
         yield default
     else:
         complain("no server is running; starting one for this call")
@@ -261,7 +263,7 @@ def _say(options: argparse.Namespace) -> int:
 async def _say_once(options: argparse.Namespace) -> None:
     if (options.clone is None) != (options.transcript is None):
         raise ConfigError("--clone FILE and --transcript TEXT go together")
-    async with _server(options) as url, connect(url) as client:
+    async with _server(options) as url, connect(url, key=options.key) as client:
         if options.clone is not None:
             options.voice = await _clone(client, options)
         sink = await _sink(options.output)
@@ -304,7 +306,7 @@ def _voices(options: argparse.Namespace) -> int:
 
 
 async def _list_voices(options: argparse.Namespace) -> int:
-    async with _server(options) as url, connect(url) as client:
+    async with _server(options) as url, connect(url, key=options.key) as client:
         for voice in await client.voices() if options.drop is None else await client.drop_voice(options.drop):
             seconds = f"{voice.ms / 1000:.1f} s" if voice.ms else ""
             print(f"{voice.id:24} {voice.name:24} {voice.lang or '':8} {seconds}".rstrip())

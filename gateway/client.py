@@ -447,10 +447,10 @@ class Context:
         self._has_news.set()
 
 
-async def probe(url: str) -> bool:
-    """True if a Rill server answers there."""
+async def probe(url: str, *, key: str | None = None) -> bool:
+    """True if a Rill server answers there and lets us in."""
     try:
-        async with connect(url):
+        async with connect(url, key=key):
             return True
     except Disconnected:
         return False

@@ -43,14 +43,16 @@ def _copy(response: Response) -> Response:
     return Response(response.status_code, response.reason_phrase, response.headers.copy(), response.body)
 
 
-def respond(status: HTTPStatus, body: bytes, kind: str = "text/plain; charset=utf-8") -> Response:
+def respond(
+    status: HTTPStatus, body: bytes, kind: str = "text/plain; charset=utf-8", cache: str = "no-cache"
+) -> Response:
     headers = Headers(
         {
             "Content-Type": kind,
             "Content-Length": str(len(body)),
             "Content-Security-Policy": POLICY,
             "X-Content-Type-Options": "nosniff",
-            "Cache-Control": "no-cache",
+            "Cache-Control": cache,
             "Connection": "close",
         }
     )
@@ -58,7 +60,7 @@ def respond(status: HTTPStatus, body: bytes, kind: str = "text/plain; charset=ut
 
 
 def respond_json(status: HTTPStatus, table: dict[str, Any]) -> Response:
-    return respond(status, json.dumps(table).encode() + b"\n", "application/json")
+    return respond(status, json.dumps(table).encode() + b"\n", "application/json", "no-store")
 
 
 def refuse(denied: Denied) -> Response:

@@ -10,8 +10,8 @@ from websockets.datastructures import Headers
 
 from engine import config as profiles
 from gateway import cli
-from gateway.admission import Admission, Tickets
-from tests.gateway.conftest import Stack
+from gateway.admission import Admission, Tickets, digest
+from tests.gateway.conftest import Stack, StackMaker
 from tests.scripted_engine import tone
 
 PATIENCE_S = 20.0
@@ -88,3 +88,11 @@ def test_a_key_is_printed_once_and_its_table_lets_its_holder_in(
     admission = Admission(config, Tickets(tmp_path, 1, lambda: 0.0), lambda: 0.0)
     assert admission.enter("1.2.3.4", Headers(Authorization=f"Bearer {key}"), "").name == "ada's phone"
     assert printed.count(key) == 1 and len(key) > 40
+
+
+async def test_say_and_voices_come_in_with_a_key(make_stack: StackMaker, tmp_path: Path) -> None:
+    async with make_stack(keys={"ada": profiles.KeyConfig(sha256=digest("k"))}) as stack:
+        out = ["-o", str(tmp_path / "out.wav"), "--url", stack.address]
+        assert await rill("say", "Hello", *out, "--key", "k") == 0
+        assert await rill("voices", "--url", stack.address, "--key", "k") == 0
+        assert await rill("say", "Hello", *out, "--key", "wrong") == 1

@@ -20,7 +20,7 @@ from gateway.supervisor import SILENT, Supervisor, reserve
 from tests.gateway.raw_client import RawClient, check_promises, raw_client, until
 from tests.gateway.raw_socket import message, raw_socket
 from tests.gateway.test_server import get, refusal, speech
-from tests.soak.soak import rss
+from tests.soak.soak import rss, series
 
 SENTENCE = "This is a sentence of some length to be spoken. "
 ENGINE = "tests.scripted_engine"
@@ -108,7 +108,10 @@ async def test_a_context_that_kills_the_engine_twice_is_refused_and_others_are_n
 
 async def test_a_killed_gateway_comes_back_at_its_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with served(profile(tmp_path), monkeypatch) as (supervisor, address):
-        os.kill(supervisor.pids("gateway")[0], signal.SIGKILL)
+        async with raw_client(address) as client:
+            await open_many(client, 5)
+            os.kill(supervisor.pids("gateway")[0], signal.SIGKILL)
+            assert await client.close_code() == 1006
         while True:
             with contextlib.suppress(OSError):
                 if (await readiness(address))["ready"]:
@@ -116,6 +119,7 @@ async def test_a_killed_gateway_comes_back_at_its_port(tmp_path: Path, monkeypat
             await asyncio.sleep(0.05)
         async with raw_client(address) as client:
             assert (await client.speak("a", SENTENCE))["t"] == "done"
+        assert (await series(address))["rill_engine_contexts"] == 0  # its orphans ended with its link
 
 
 async def test_an_engine_that_is_killed_while_it_starts_is_started_again(
