@@ -142,7 +142,7 @@ def plain_conv(
     if layer.history is None:
         value = x @ layer.weight
     else:
-        before = torch.where(plan.is_first[:, None, None], 0, layer.history[plan[Field.SOURCE]])
+        before = layer.history[plan[Field.SOURCE]].masked_fill_(plan.is_first[:, None, None], 0)
         wide = torch.cat((before, x), dim=1)
         after = rows_at(wide, plan[Field.FRAMES] * rate, before.shape[1])
         layer.history.index_copy_(0, plan[Field.TARGET], after)
@@ -503,7 +503,7 @@ class HiftLanes:
         mel = self.packed[index]
         start = mel[:, :PRE_LOOKAHEAD]
         start.copy_(torch.where(held[:, None, None] > 0, self.held[plan[Field.SOURCE]], start))
-        mel = torch.where((place < (held + plan[Field.GIVEN])[:, None])[:, :, None], mel, 0)
+        mel.masked_fill_((place >= (held + plan[Field.GIVEN])[:, None])[:, :, None], 0)
         self.held.index_copy_(0, plan[Field.TARGET], rows_at(mel, plan[Field.FRAMES], PRE_LOOKAHEAD))
         return mel
 
@@ -517,7 +517,7 @@ class HiftLanes:
     def _spectra(self, plan: Plan, f0: Tensor) -> Tensor:
         """Of the excitation, from 14 before the first frame on: [L, 120 N + 15, 32]."""
         source, target, frames = plan[Field.SOURCE], plan[Field.TARGET], plan[Field.FRAMES]
-        phase = torch.where(plan.is_first[:, None], 0, self.phase[source])
+        phase = self.phase[source].masked_fill_(plan.is_first[:, None], 0)
         tones, gain, sums = self.hift.tones(f0, phase)
         self.phase.index_copy_(0, target, rows_at(sums, frames - 1, 1)[:, 0])
         pairs = torch.cat((self.hift.m_source.l_linear(tones), gain[:, :, None]), dim=2)
@@ -600,10 +600,11 @@ class HiftLanes:
         """coded [L, K, 32] -> samples [L, 4 K + 12]; place 8 is the first sample of a stream, 5 of a later push."""
         steps, frames = coded.shape[1], plan[Field.FRAMES]
         is_there = torch.arange(steps, device=coded.device) <= (frames * SPECTRA_PER_FRAME)[:, None]
-        pieces = torch.where(is_there[:, :, None], self.hift.pieces(coded[:, :, : 2 * BINS].transpose(1, 2)), 0)
+        pieces = self.hift.pieces(coded[:, :, : 2 * BINS].transpose(1, 2))
+        pieces.masked_fill_(~is_there[:, :, None], 0)
         wave = overlap_add(pieces)
         reach = FFT // HOP - 1
-        before = torch.where(plan.is_first[:, None], 0, self.overlap[plan[Field.SOURCE]])
+        before = self.overlap[plan[Field.SOURCE]].masked_fill_(plan.is_first[:, None], 0)
         wave[:, : FFT - HOP] += before
         last = rows_at(pieces, frames * SPECTRA_PER_FRAME - reach, reach)  # without the step that comes again
         self.overlap.index_copy_(0, plan[Field.TARGET], overlap_add(last)[:, FFT - HOP :])

@@ -115,6 +115,7 @@ def test_half_precision_models_keep_rotary_frequencies_and_vocoder_in_float32(of
     flow = checkpoint.flow.state_dict()
     assert flow[INV_FREQ].dtype == torch.float32 and flow["input_embedding.weight"].dtype == torch.bfloat16
     assert {v.dtype for v in checkpoint.hift.state_dict().values()} == {torch.float32, torch.float64}
+    assert not checkpoint.hift.is_exact and load(official, "cpu").hift.is_exact
 
 
 @pytest.mark.parametrize(
