@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from engine import sampler
 from engine.sampler import NUM_CONTROLS, Field, LaneDraws
@@ -33,6 +34,25 @@ TEMPERATURE = tl.constexpr(int(Field.TEMPERATURE))
 TOP_P = tl.constexpr(int(Field.TOP_P))
 PENALTY = tl.constexpr(int(Field.PENALTY))
 LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+# Chains: on Hopper and later a kernel may start while the one before it still runs, and wait inside
+
+
+@triton.jit
+def take_turn(CHAINS: tl.constexpr):
+    """Lets the next kernel start, then waits until all that the kernels before this one wrote is there."""
+    if CHAINS:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@triton.jit
+def fetch_ahead(places):
+    """Brings the cache lines at these pointers to L2."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [places.to(tl.int64)], tl.int32, is_pure=False, pack=1
+    )
 
 
 # Products
@@ -60,6 +80,8 @@ def linear(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
+    CHAINS: tl.constexpr,
+    LINES: tl.constexpr,  # of 64 numbers in a program's share of K, padded to a power of two
 ):
     """out = norm(x) W' + bias, or silu(x G') * (x U'), or out += x W'. Split over K, summed by whoever comes last.
 
@@ -73,7 +95,15 @@ def linear(
     other = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     squares = tl.zeros((BLOCK_N,), tl.float32)
     share = tl.cdiv(WIDTH, SPLITS * BLOCK_K) * BLOCK_K
-    for at in range(split * share, tl.minimum(split * share + share, WIDTH), BLOCK_K):
+    end = tl.minimum(split * share + share, WIDTH)
+    if CHAINS:
+        lines = tl.minimum(split * share + 64 * tl.arange(0, LINES), end - 1)
+        strip = weight + tl.minimum(cols, num_out - 1)[:, None] * WIDTH + lines[None, :]
+        fetch_ahead(strip)
+        if GATES:
+            fetch_ahead(strip + num_out * WIDTH)
+    take_turn(CHAINS)
+    for at in range(split * share, end, BLOCK_K):
         ks = at + tl.arange(0, BLOCK_K)
         is_k = ks < WIDTH
         a = tl.load(x + rows[:, None] * WIDTH + ks[None, :], mask=is_row[:, None] & is_k[None, :], other=0.0)
@@ -156,8 +186,9 @@ def embed(ids, speech, text, x, num_speech, WIDTH: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
-def embed_last(lanes, record, speech, x, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def embed_last(lanes, record, speech, x, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHAINS: tl.constexpr):
     """lanes [B] -> x [B, K] float32, the row of each lane's last id."""
+    take_turn(CHAINS)
     row = tl.program_id(0)
     ks = tl.arange(0, BLOCK)
     is_k = ks < WIDTH
@@ -195,11 +226,13 @@ def decode_attention(
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
+    CHAINS: tl.constexpr,
 ):
     """One new row a lane: turned, written to the cache, and attended over all rows of the lane.
 
     Blocks of keys go to the splits in turn; how many there are depends on the lane's length alone.
     """
+    take_turn(CHAINS)
     b, g, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     entry = table + tl.load(lanes + b) * table_width
     length = tl.load(entry)
@@ -392,8 +425,10 @@ def draw(
     table_width,
     GROWS: tl.constexpr,  # the lane has one row more
     BLOCK: tl.constexpr,
+    CHAINS: tl.constexpr,
 ):
     """The next id of each lane, as engine.sampler.drawn draws it, taken up as its last. One lane a program."""
+    take_turn(CHAINS)
     b = tl.program_id(0)
     lane = tl.load(lanes + b)
     if lane != padding:

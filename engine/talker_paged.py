@@ -52,6 +52,11 @@ class Scratch:
         return cls(torch.empty(numbers, dtype=torch.float32, device=device), arrived)
 
 
+def chained(chains: bool) -> dict[str, bool]:
+    """What a kernel is told when its neighbours in the stream are of a chain too, see kernels.take_turn."""
+    return {"CHAINS": True, "launch_pdl": True} if chains else {"CHAINS": False}
+
+
 class Product:
     """One skinny product and what surrounds it, see kernels.linear."""
 
@@ -72,8 +77,8 @@ class Product:
         self.scratch = scratch
         self.num_out = len(weight) // (2 if gates else 1)
 
-    def __call__(self, x: Tensor, out: Tensor) -> None:
-        rows = len(x)
+    def __call__(self, x: Tensor, out: Tensor, *, chains: bool = False) -> None:
+        rows, width = x.shape
         is_exact = self.weight.dtype == torch.float32
         block_n = 16 if is_exact else min(64, max(16, power_of_two(rows)))
         block_m, block_k = (32, 32) if is_exact else (32 if block_n < 64 else 64, 64 if self.gates else 128)
@@ -83,9 +88,10 @@ class Product:
         kernels.linear[(tiles, row_tiles, self.splits)](
             x, self.gain, self.weight, self.bias, self.scratch.partial, self.scratch.arrived, out,
             rows, self.num_out, self.eps,
-            WIDTH=x.shape[1], NORMS=self.gain is not None, HAS_BIAS=self.bias is not None, GATES=self.gates,
+            WIDTH=width, NORMS=self.gain is not None, HAS_BIAS=self.bias is not None, GATES=self.gates,
             ADDS=self.adds, SPLITS=self.splits, BLOCK_N=block_n, BLOCK_M=block_m, BLOCK_K=block_k,
-            PRECISION="ieee" if is_exact else "tf32", num_warps=4, num_stages=4,
+            PRECISION="ieee" if is_exact else "tf32", LINES=power_of_two(-(-width // (64 * self.splits)) + 2),
+            num_warps=4, num_stages=4, **chained(chains),
         )  # fmt: skip
 
 
@@ -111,15 +117,15 @@ class PagedLayer:
             Product(self.down, scratch, adds=True, splits=4),
         )
 
-    def few(self, x: Tensor, attend: Attend, keys: Tensor, values: Tensor) -> None:
+    def few(self, x: Tensor, attend: Attend, keys: Tensor, values: Tensor, *, chains: bool) -> None:
         """x [N, H] float32, changed in place."""
         to_qkv, to_out, to_inner, to_down = self.products
         qkv, mixed, inner = (self.qkv.new_empty(len(x), n) for n in (len(self.qkv), self.width, self.inner))
-        to_qkv(x, qkv)
+        to_qkv(x, qkv, chains=chains)
         attend(qkv, keys, values, mixed)
-        to_out(mixed, x)
-        to_inner(x, inner)
-        to_down(inner, x)
+        to_out(mixed, x, chains=chains)
+        to_inner(x, inner, chains=chains)
+        to_down(inner, x, chains=chains)
 
     def many(self, x: Tensor, late: Tensor | None, attend: Attend, keys: Tensor, values: Tensor) -> Tensor:
         """x [N, H] float32, changed in place but for the last sum, which is returned: `late` of the next layer."""
@@ -152,6 +158,7 @@ class PagedTalker:
         self.shape, self.store, self.draws, self.padding = talker.shape, store, draws, lanes
         self.fused_rows = fused_rows
         self.device, self.dtype = store.kv.device, store.kv.dtype
+        self.can_chain = self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= (9, 0)
         self.max_rows = min(MAX_ROWS, store.pool.num_pages * PAGE_ROWS)
         width = 2 + self.max_rows // PAGE_ROWS  # a row count, the pages, and one for the padding of a last block
         self.table = torch.full((lanes + 1, width), store.pool.num_pages, device=self.device)
@@ -161,7 +168,7 @@ class PagedTalker:
         self.step_tiers = [1 << i for i in range(power_of_two(lanes).bit_length() - 1, -1, -1)]
         self.num_first = min(FIRST_DRAWS, power_of_two(lanes))
         rows = max(self.step_tiers[0], self.num_first)
-        numbers = max(4 * min(rows, fused_rows) * talker.shape.hidden, self._attention_numbers(rows))
+        numbers = max(4 * rows * talker.shape.hidden, self._attention_numbers(rows))
         self.scratch = Scratch.on(self.device, numbers)
         self.layers = [PagedLayer(layer, talker.shape, self.scratch) for layer in talker.decoder.layers]  # type: ignore[arg-type]
         self.norm = talker.decoder.norm
@@ -261,11 +268,18 @@ class PagedTalker:
     # Bodies
 
     def _step_body(self, num: int) -> None:
-        lanes, x = self.staged[:num], self._residual(num)
-        width = x.shape[1]
-        kernels.embed_last[(num,)](lanes, self.draws.record, self.speech, x, WIDTH=width, BLOCK=power_of_two(width))
-        self._run_layers(x, partial(self._attend_step, lanes), is_few=num <= self.fused_rows)
-        self._draw(x, lanes, grows=True)
+        lanes, x, is_few = self.staged[:num], self._residual(num), num <= self.fused_rows
+        width, chains = x.shape[1], is_few and self.can_chain
+        kernels.embed_last[(num,)](
+            lanes, self.draws.record, self.speech, x, WIDTH=width, BLOCK=power_of_two(width), **chained(chains)
+        )
+        attend = partial(self._attend_step, lanes, chains)
+        if is_few:
+            for layer, (keys, values) in zip(self.layers, self.store.layers, strict=True):
+                layer.few(x, attend, keys, values, chains=chains)
+        else:
+            self._run_many(x, attend)
+        self._draw(x, lanes, grows=True, chains=chains)
 
     def _prefill_body(self, rows: int) -> None:
         ids, lanes, positions = self.staged[: 3 * rows].view(3, rows)
@@ -273,29 +287,25 @@ class PagedTalker:
         x = self._residual(rows)
         width, num_speech = x.shape[1], self.shape.speech_vocab
         kernels.embed[(rows,)](ids, self.speech, self.text, x, num_speech, WIDTH=width, BLOCK=power_of_two(width))
-        self._run_layers(x, partial(self._attend_prompt, lanes, positions), is_few=False)
-        self._draw(x.index_select(0, ends), drawing, grows=False)
+        self._run_many(x, partial(self._attend_prompt, lanes, positions))
+        self._draw(x.index_select(0, ends), drawing, grows=False, chains=False)
 
     def _residual(self, rows: int) -> Tensor:
         return torch.empty(rows, self.shape.hidden, dtype=torch.float32, device=self.device)
 
-    def _run_layers(self, x: Tensor, attend: Attend, *, is_few: bool) -> None:
+    def _run_many(self, x: Tensor, attend: Attend) -> None:
         late = None
         for layer, (keys, values) in zip(self.layers, self.store.layers, strict=True):
-            if is_few:
-                layer.few(x, attend, keys, values)
-            else:
-                late = layer.many(x, late, attend, keys, values)
-        if late is not None:
-            x += late
+            late = layer.many(x, late, attend, keys, values)
+        x += late
 
-    def _attend_step(self, lanes: Tensor, qkv: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
+    def _attend_step(self, lanes: Tensor, chains: bool, qkv: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
         shape = self.shape
         kernels.decode_attention[(len(lanes), shape.kv_heads, KEY_SPLITS)](
             qkv, lanes, self.table, self.rotary, keys, values, self.scratch.partial, self.scratch.arrived, out,
             score_scale(shape), self.table.shape[1], self.rotary.shape[1],
             Q=shape.heads, G=shape.kv_heads, D=shape.head_dim, HEADS=self._heads, BLOCK=64, SPLITS=KEY_SPLITS,
-            PRECISION=self._precision, num_warps=4, num_stages=2,
+            PRECISION=self._precision, num_warps=4, num_stages=2, **chained(chains),
         )  # fmt: skip
 
     def _attend_prompt(
@@ -313,14 +323,15 @@ class PagedTalker:
             ROWS=rows, BLOCK=64 if rows == BLOCK_ROWS else 32, PRECISION=self._precision, num_warps=4, num_stages=2,
         )  # fmt: skip
 
-    def _draw(self, x: Tensor, lanes: Tensor, *, grows: bool) -> None:
+    def _draw(self, x: Tensor, lanes: Tensor, *, grows: bool, chains: bool) -> None:
         """x [D, H] before the last norm, of the lanes [D]."""
         draws, vocab = self.draws, self.shape.speech_vocab
         logits = torch.empty(len(x), vocab, dtype=torch.float32, device=self.device)
-        self.head(x, logits)
+        self.head(x, logits, chains=chains)
         kernels.draw[(len(x),)](
             logits, lanes, draws.record, draws.recent, draws.seen.view(torch.uint8), self.table, self.ids,
             self.padding, vocab, self.table.shape[1], GROWS=grows, BLOCK=power_of_two(vocab), num_warps=8,
+            **chained(chains),
         )  # fmt: skip
 
 

@@ -58,7 +58,7 @@ def test_drawing_kernel_draws_what_the_sampler_draws(style: Sampling) -> None:
         plain.keep(chosen[:2], wanted)
         kernels.draw[(3,)](
             logits, chosen, fused.record, fused.recent, fused.seen.view(torch.uint8), table, out, lanes, vocab, 4,
-            GROWS=True, BLOCK=512,
+            GROWS=True, BLOCK=512, CHAINS=False,
         )  # fmt: skip
         assert out[:2].tolist() == wanted.marked().tolist(), f"step {step}"
         if step == 15:
