@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from engine import messages as engine
 from gateway import wire
 from tests.gateway.conftest import Stack, StackMaker
 from tests.gateway.test_wire import SERVER_MESSAGES
@@ -120,3 +122,74 @@ async def test_the_pages_client_cancels_and_notices_a_lost_connection(make_stack
     async with make_stack(Script(step_s=0.01)) as stack:
         url = stack.address.replace("http", "ws", 1) + "v1/speech"
         assert await node(script, url) == {"cancelled": "cancelled", "code": "disconnected"}
+
+
+async def test_the_clients_own_voices_go_up_in_parts_speak_and_go(stack: Stack) -> None:
+    script = (
+        SPEAK
+        + """
+      const recording = Uint8Array.from({ length: 150_000 }, (_, i) => i % 251);
+      const before = (await rill.voices()).length;
+      const mia = await rill.putVoice(recording, "The words.", { name: "Mia", lang: "en" });
+      const listed = (await rill.voices()).find((voice) => voice.id === mia.voice);
+      const { result } = await hear({ voice: mia.voice }, ["Hello."]);
+      const errors = [];
+      for (const words of ["FAULT", "BUSY"])
+        await rill.putVoice(recording, words, { name: "Mia" }).catch((error) => errors.push([error.code, error.retry]));
+      const left = (await rill.dropVoice(mia.voice)).length;
+      await rill.dropVoice(mia.voice).catch((error) => errors.push([error.code, error.retry]));
+      await rill.ping();
+      const { voice, ...rest } = mia;
+      const kept = [listed.name, listed.lang];
+      console.log(JSON.stringify({ rest, kept, samples: result.samples, errors, before, left }));
+      process.exit(0);
+    """
+    )
+    url = stack.address.replace("http", "ws", 1) + "v1/speech"
+    heard = await node(script, url)
+    assert heard == {
+        "rest": {"t": "voice", "v": "v0", "name": "Mia", "ms": 5_000},
+        "kept": ["Mia", "en"],
+        "samples": 5 * 1_200,
+        "errors": [["bad_voice", False], ["overloaded", True], ["unknown_voice", False]],
+        "before": 2,
+        "left": 2,
+    }
+    put = next(message for message in stack.engine.received if isinstance(message, engine.VoicePut))
+    assert put.audio == bytes(i % 251 for i in range(150_000))
+    assert (put.name, put.transcript, put.lang) == ("Mia", "The words.", "en")
+
+
+async def test_what_the_client_waits_for_is_rejected_when_the_connection_goes(stack: Stack) -> None:
+    script = (
+        SPEAK
+        + """
+      const closed = new Promise((resolve) => (rill.onclose = resolve));
+      const utterance = rill.begin({});
+      utterance.send("STALL");
+      await utterance.opened;
+      const waiting = [utterance.finished, rill.putVoice(new Uint8Array(8), "STALL", { name: "Mia" })];
+      await rill.voices();
+      rill.abandon();
+      await closed;
+      const codes = await Promise.all(waiting.map((one) => one.catch((error) => error.code)));
+      let late = null;
+      try { utterance.send("more"); } catch (error) { late = error.code; }
+      console.log(JSON.stringify({ codes, late, isOpen: rill.isOpen }));
+      process.exit(0);
+    """
+    )
+    url = stack.address.replace("http", "ws", 1) + "v1/speech"
+    assert await node(script, url) == {
+        "codes": ["disconnected", "disconnected"],
+        "late": "disconnected",
+        "isOpen": False,
+    }
+
+
+def test_the_document_names_all_that_the_module_offers() -> None:
+    source, document = ((WEB / name).read_text(encoding="utf-8") for name in ("rill.js", "README.md"))
+    offered = set(re.findall(r"^  (?:static |get )?([a-z]\w*)\(.*\) \{$", source, re.M)) - {"constructor", "switch"}
+    offered |= set(re.findall(r"this\.(on[a-z]+) = \(", source))
+    missing = {name for name in offered if not re.search(rf"`(Rill\.)?{name}\b", document)}
+    assert offered >= {"connect", "begin", "putVoice", "cancel", "onaudio"} and not missing
