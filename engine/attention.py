@@ -389,7 +389,7 @@ def fastest(attempts: Mapping[str, Callable[[Tensor], Tensor]], qkv: Tensor, lab
         if not error <= bound:
             logger.warning("attention %s: %s is left out: off by %.1e", label, name, error)
             continue
-        times[name] = clock(partial(attempt, qkv))
+        times[name] = clock(partial(attempt, qkv.clone()))  # a copy: attempts turn head 0 where it lies
     shown = ", ".join(f"{name} {ms:.3f}" for name, ms in sorted(times.items(), key=lambda item: item[1]))
     logger.info("attention %s, ms: %s", label, shown)
     return min(times, key=times.__getitem__)
