@@ -42,12 +42,14 @@ def test_on_a_gpu_each_stream_retires_by_its_own_events() -> None:
     quick: Stream[None] = Stream(device, priority=-1)
     with slow.current():
         big, small = torch.randn(8_192, 8_192, device=device), torch.ones(8, device=device)
+        big = big @ big * 1e-4  # a kernel's first launch loads it, and waits for all that runs
+        copied = torch.empty(8, pin_memory=True).copy_(small + 1, non_blocking=True)
     torch.cuda.synchronize()
     with slow.launch("flow", rows=1):
         for _ in range(20):
             big = big @ big * 1e-4
     with quick.launch("talker", rows=1):
-        copied = (small + 1).to("cpu", non_blocking=True)
+        copied.copy_(small + 1, non_blocking=True)
     deadline = time.monotonic() + 10
     while not (landed := list(quick.landed())):
         assert time.monotonic() < deadline, "the quick launch never landed"
