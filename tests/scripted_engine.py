@@ -150,7 +150,8 @@ class Link:
                     await task
 
     def take(self, message: Message) -> None:
-        self.engine.received.append(message)
+        if self.engine.keeps_messages:
+            self.engine.received.append(message)
         match message:
             case Open():
                 self.open(message)
@@ -329,8 +330,9 @@ class ScriptedEngine:
     pipe at once, as a dying process does.
     """
 
-    def __init__(self, socket: Path | str, script: Script | None = None) -> None:
+    def __init__(self, socket: Path | str, script: Script | None = None, *, keeps_messages: bool = True) -> None:
         self.socket = str(socket)
+        self.keeps_messages = keeps_messages
         self.script = script or Script()
         self.received: list[Message] = []
         self.links: list[Link] = []
@@ -399,7 +401,7 @@ async def _main(socket: str, script: Script) -> None:
     on_parent_gone(stop.set)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     await asyncio.sleep(script.start_s)
-    async with ScriptedEngine(socket, script):
+    async with ScriptedEngine(socket, script, keeps_messages=False):
         await stop.wait()
 
 
