@@ -91,7 +91,6 @@ def test_the_mel_has_gradients() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_mel_on_a_gpu_is_as_exact_as_on_the_cpu() -> None:
     """Near the floor a log-mel is mostly rounding of the loud bands, so float64 is the judge of both."""
     wave = torch.from_numpy(speech(1.0))[None]

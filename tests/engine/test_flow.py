@@ -471,7 +471,6 @@ def test_estimate_has_gradients_for_every_weight_and_takes_padding(small: Flow) 
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_packed_rows_on_the_device_match_the_cpu(small: Flow) -> None:
     flow = Flow(SMALL).double().eval()
     flow.load_state_dict(small.state_dict())

@@ -22,7 +22,6 @@ from tests.random_checkpoint import FULL, flow_state
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.filterwarnings("default"),  # torch calls its sync debug mode and its profiler prototypes
 ]
 

@@ -44,7 +44,6 @@ def test_nothing_is_captured_after_the_start() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("is_enabled", [True, False])
 def test_replay_gives_what_the_body_gives(is_enabled: bool) -> None:
     weight, x, out = (torch.randn(256, 256, device="cuda") for _ in range(3))

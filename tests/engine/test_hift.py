@@ -264,7 +264,6 @@ def test_training_goes_on_after_a_look_at_the_stream() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_lanes_on_the_device_match_the_cpu(small: Hift) -> None:
     hift = Hift(SMALL, noise=small.given_noise).double().eval()
     hift.load_state_dict(small.state_dict())

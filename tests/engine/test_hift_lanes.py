@@ -178,7 +178,6 @@ WHOLE = [name for name, about in GOLDEN.cases.items() if "calls" not in about]
 NOISE = 480 * 1_500
 GFLOP_PER_SECOND = 33.5  # of audio, the upsampling convolutions not folded
 FP32_TFLOPS, TF32_TFLOPS = 67.0, 400.0
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def full_size(*, is_exact: bool, dtype: torch.dtype = torch.float32) -> Hift:
@@ -264,7 +263,6 @@ def relative(wave: Tensor, truth: Tensor) -> float:
 
 
 @pytest.mark.gpu
-@needs_cuda
 @pytest.mark.parametrize(("name", "bound"), [("exact", 1e-2), ("rounded", 2e-2)])
 @torch.inference_mode()
 def test_mixed_lanes_in_graphs_give_the_samples_of_float64(
@@ -278,7 +276,6 @@ def test_mixed_lanes_in_graphs_give_the_samples_of_float64(
 
 
 @pytest.mark.gpu
-@needs_cuda
 @torch.inference_mode()
 def test_graphs_replay_what_the_bodies_do(exact: Hift) -> None:
     eager = warm(full_size(is_exact=True), lanes=8, is_enabled=False)
@@ -287,7 +284,6 @@ def test_graphs_replay_what_the_bodies_do(exact: Hift) -> None:
 
 
 @pytest.mark.gpu
-@needs_cuda
 @torch.inference_mode()
 def test_the_pitch_is_that_of_float64(rounded: Hift) -> None:
     lanes = rounded._lanes
@@ -305,7 +301,6 @@ def test_the_pitch_is_that_of_float64(rounded: Hift) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.golden
-@needs_cuda
 @pytest.mark.parametrize("name", WHOLE)
 @torch.inference_mode()
 def test_samples_on_cuda_match_the_reference(ieee: None, name: str) -> None:
@@ -323,7 +318,6 @@ def test_samples_on_cuda_match_the_reference(ieee: None, name: str) -> None:
 
 
 @pytest.mark.gpu
-@needs_cuda
 @torch.inference_mode()
 def test_pushes_wait_for_nothing(exact: Hift) -> None:
     conversation(exact)
@@ -341,7 +335,6 @@ FORESEEN = {(1, 50): 0.9, (8, 50): 1.6, (64, 50): 9.0, (128, 50): 18.0, (64, 244
 
 @pytest.mark.gpu
 @pytest.mark.bench
-@needs_cuda
 @torch.inference_mode()
 def test_pushes_take_the_time_foreseen(rounded: Hift) -> None:
     table = {}

@@ -225,7 +225,6 @@ def test_settings_out_of_bounds_are_refused_by_name(wrong: dict[str, Any]) -> No
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_cuda_uniforms_equal_cpu_uniforms() -> None:
     keys, ids = torch.tensor([[key(1, 2, s, 0)] for s in range(16)]), torch.arange(VOCAB)
     assert torch.equal(uniform(keys.cuda(), ids.cuda()).cpu(), uniform(keys, ids))

@@ -403,7 +403,6 @@ def test_limits_hold_the_minimum_unless_asked_for_the_reference() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-2), (torch.bfloat16, 0.5)], ids=str
 )
@@ -429,7 +428,6 @@ def test_crowd_on_cuda_equals_dense_path(dtype: torch.dtype, tolerance: float) -
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_dense_path_trains_compiled_in_bfloat16() -> None:
     shape = TalkerShape(hidden=64, intermediate=128, layers=2, heads=4, kv_heads=2, head_dim=16, text_vocab=100)
     talker = Talker(shape).cuda()

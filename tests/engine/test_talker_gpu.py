@@ -20,10 +20,7 @@ from engine.sampler import Draw, Sampling, sample
 from engine.talker import Limits, Talker, TalkerShape, TalkerStore
 from engine.talker_lanes import TalkerLanes
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 SHAPE = TalkerShape(
     hidden=896, intermediate=4864, layers=24, heads=14, kv_heads=2, head_dim=64, text_vocab=151_936, speech_vocab=6761
