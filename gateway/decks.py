@@ -67,9 +67,7 @@ class Writer:
         return " ".join(self._sentence(share + (i < rest)) for i in range(num_sentences))
 
     def _sentence(self, tokens: int) -> str:
-        """Words and a full stop; a bare word where there is no room for both."""
-        if tokens < 2:
-            return next(word for word in self._random.sample(WORDS, len(WORDS)) if self._count(word) <= 1)
+        """Words and a full stop, which the engine would add; at least a word of few tokens."""
         words: list[str] = []
         for _ in range(TRIES * tokens):
             longer = [*words, self._random.choice(WORDS)]
@@ -78,7 +76,7 @@ class Writer:
                 words = longer
             if found == tokens:
                 break
-        return " ".join(words) + "."
+        return " ".join(words or [min(WORDS, key=self._count)]) + "."
 
 
 def deck(

@@ -76,7 +76,7 @@ def stages(seconds: float, churn_s: float) -> dict[str, Stage]:
         "shapes": Stage(
             points=(
                 replace(burst, streams=4, tokens=1500, rounds=1),
-                replace(burst, streams=8, tokens=int(RATIO)),
+                replace(burst, streams=8, tokens=int(2 * RATIO)),  # a word and its full stop
                 replace(burst, streams=4, voices=LONG_PROMPT, rounds=1),
                 replace(hot, streams=64, voices="pooled", pool=64),
                 replace(hot, streams=16),
