@@ -281,10 +281,14 @@ def known_voices(checkpoint: checkpoints.Checkpoint, config: Config, tokenizer: 
 
 
 def voice_store(builtin: dict[str, Voice], config: Config) -> VoiceStore:
-    """With the voices that callers registered earlier with the same models. Raises VoiceFileError."""
+    """With the voices that callers registered earlier with the same models. Raises VoiceFileError.
+
+    The profile's default voice is listed first: gateways take the first one for a caller who names none.
+    """
     models, folder = cloning_models(config.model.folder), config.model.voices
+    first = {key: builtin[key] for key in (config.model.voice,) if key in builtin}
     return VoiceStore(
-        builtin,
+        {**first, **builtin},
         Path(folder).expanduser() / models.fingerprint() if models is not None and folder else None,
         memory_bytes=config.model.voice_memory_mb << 20,
         disk_bytes=config.model.voice_disk_mb << 20,

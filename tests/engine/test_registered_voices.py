@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from engine.batch import Utterance
+from engine.config import Config, ModelConfig
 from engine.loop import VoiceMade, are_foreign
 from engine.messages import Done, Failed, Open
 from engine.scheduler import Lane, Preparation
+from engine.server import voice_store
 from engine.voices import Voice, read_voices
 from tests.engine.speaking import Speaking
 from tests.random_checkpoint import random_checkpoint
@@ -101,6 +103,12 @@ def test_a_new_voices_prompt_is_solved_before_anybody_speaks_with_it(
     assert speaking.runner.prefixes.num_pages - warm <= warm - cold, "only the other one's was solved since"
     assert speaking.engine.reader.voices.drop("fresh", "key")
     speaking.assert_empty()
+
+
+def test_the_profiles_default_voice_is_listed_first(checkpoint: Path, others: tuple[Voice, Voice]) -> None:
+    config = Config(model=ModelConfig(checkpoint=str(checkpoint), voice="second", voices=""))
+    store = voice_store({voice.id: voice for voice in others}, config)
+    assert [info.id for info in store.infos()] == ["second", "first"]
 
 
 def utterance(speaking: Speaking, **asked: str) -> Utterance:
