@@ -42,9 +42,9 @@ from gateway.supervisor import READY, SILENT
 
 logger = logging.getLogger(__name__)
 
-WRITE_LIMIT: Final = 16 * 1024  # bytes in our own buffer before a write waits
+WRITE_LIMIT: Final = 8 * 1024  # bytes in our own buffer before a write waits
 SEND_BUFFER: Final = 64 * 1024  # and in the kernel's: an ack never waits behind seconds of audio
-UNSENT_LIMIT: Final = 16 * 1024
+UNSENT_LIMIT: Final = 8 * 1024
 BACKLOG: Final = 512
 HANDSHAKE_S: Final = 5.0
 TICK_S: Final = 0.1

@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgpack
 import pytest
 from websockets.exceptions import InvalidStatus, InvalidURI
 
@@ -252,6 +253,26 @@ async def test_a_client_that_reads_a_trickle_rests_its_own_row(make_stack: Stack
         assert context.samples <= 15 * 24_000  # what the socket took, and ten seconds
         async with raw_client(stack.address) as other:
             assert (await other.speak("b", "Hello."))["t"] == "done"
+
+
+async def test_an_ack_waits_behind_little_audio_though_nobody_reads(make_stack: StackMaker) -> None:
+    """What lies in our buffers and the kernel's can't be taken back: it must be little."""
+    async with make_stack(Script(step_s=0.002)) as stack, raw_socket(stack.address, receive_bytes=4_096) as slow:
+        slow.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        slow.send(message("open", c="a", pace="none"))
+        slow.send(message("text", c="a", n=0, s=SENTENCE * 20))
+        (link,) = stack.engine.links
+        await until(lambda: any(context.samples > 9 * 24_000 for context in link.contexts.values()))
+        slow.send(message("cancel", c="a"))
+        await until(lambda: stack.engine.num_contexts == 0)
+        slow.writer.transport.resume_reading()  # type: ignore[attr-defined]
+        num_bytes, kind = 0, ""
+        while kind != "cancelled":
+            heard = msgpack.unpackb((await slow.frame())[1])
+            kind = heard["t"]
+            num_bytes += len(heard.get("d", b""))
+        assert heard["samples"] == num_bytes // 2
+        assert 0 < num_bytes <= 1.5 * 48_000, f"{num_bytes / 48_000:.1f} s of audio came first"
 
 
 async def test_a_half_open_connection_is_noticed_though_there_is_nothing_to_write(make_stack: StackMaker) -> None:
