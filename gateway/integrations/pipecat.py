@@ -76,6 +76,7 @@ class RillTTSService(WebsocketTTSService):  # type: ignore[misc]
             sample_rate=sample_rate,
             text_aggregation_mode=text_aggregation_mode,
             push_start_frame=True,
+            append_trailing_space=True,  # between whole sentences; tokens bring their own
             settings=chosen,
             **kwargs,
         )

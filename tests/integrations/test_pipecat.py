@@ -38,7 +38,7 @@ with warnings.catch_warnings():
     from pipecat.pipeline.worker import PipelineParams, PipelineWorker
     from pipecat.processors.frame_processor import FrameDirection, FrameProcessor
     from pipecat.services.cartesia.tts import CartesiaTTSService
-    from pipecat.services.tts_service import TTSService
+    from pipecat.services.tts_service import TextAggregationMode, TTSService
     from pipecat.workers.runner import WorkerRunner
 
     from gateway.integrations.pipecat import RillTTSService
@@ -169,6 +169,14 @@ async def test_tokens_go_out_word_for_word_and_the_audio_is_the_engines(stack: S
         kinds = [type(frame) for frame in bot.of(TTSStartedFrame, TTSAudioRawFrame, TTSStoppedFrame)]
         assert kinds[0] is TTSStartedFrame and kinds[-1] is TTSStoppedFrame
         assert bot.errors() == []
+
+
+async def test_whole_sentences_do_not_run_into_each_other(stack: Stack) -> None:
+    service = RillTTSService(url=stack.address, text_aggregation_mode=TextAggregationMode.SENTENCE)
+    async with running(service) as bot:
+        await bot.say("Hello", " there.", " How are", " you?")
+        await bot.until_stopped()
+        assert sent(stack).strip() == "Hello there. How are you?"
 
 
 async def test_the_frameworks_own_service_speaks_by_another_address_alone(stack: Stack) -> None:
