@@ -46,6 +46,7 @@ BACKOFF_S: Final = (0.05, 1.0)  # first and longest wait before the next attempt
 GREETING_S: Final = 600.0  # a big checkpoint takes its time to warm up
 PING_S: Final = 10.0
 SILENCE_S: Final = 30.0  # no word for so long, though its gauges come every second: the engine hangs
+FRAGMENT_BYTES: Final = 256 * 1024  # of one pipe message, written at once
 ABORTS: Final = 10_000  # cancels whose answers are awaited, to time them
 
 
@@ -173,7 +174,7 @@ class EngineLink:
             self._has_outbox.clear()
             batch, self._outbox = self._outbox, []
             for messages in _bundles(batch):
-                await pipe.send(msgpack.packb([pack(message) for message in messages]))
+                await pipe.send(_fragments(msgpack.packb([pack(message) for message in messages])))
 
     def _read(self, data: str | bytes) -> None:
         for message in _messages(data):
@@ -231,6 +232,13 @@ def _bundles(batch: list[ToEngine]) -> Iterator[list[ToEngine]]:
             bundle = []
     if bundle:
         yield bundle
+
+
+def _fragments(data: bytes) -> bytes | list[bytes]:
+    """A recording's megabytes are written bit by bit, so that sessions get their turns in between."""
+    if len(data) <= FRAGMENT_BYTES:
+        return data
+    return [data[start : start + FRAGMENT_BYTES] for start in range(0, len(data), FRAGMENT_BYTES)]
 
 
 def _messages(data: str | bytes) -> list[Message]:
