@@ -70,6 +70,7 @@ class Script:
 
     step_s: float = 0.0  # pause before each step; 0: as fast as the pipe takes it
     is_steady: bool = False  # step_s is from step to step, whatever a step itself takes
+    phases: int = 1  # a step is for one in so many contexts, each in its turn
     step_samples: int = 2_400
     samples_per_char: int = 1_200
     is_mute: bool = False  # silence, which costs nothing to make: for measuring others
@@ -126,6 +127,7 @@ class Link:
         self.out: list[Message] = []
         self.is_dead = False
         self.due = 0.0
+        self.turn = 0
         self.work = asyncio.Event()
 
     async def serve(self) -> None:
@@ -253,8 +255,9 @@ class Link:
             await self.wait()
             await self.engine.script.gate.wait()
             for context in list(self.contexts.values())[: self.engine.script.lanes]:
-                if self.can_step(context):
+                if context.opened.context % self.engine.script.phases == self.turn and self.can_step(context):
                     self.step(context)
+            self.turn = (self.turn + 1) % self.engine.script.phases
             if self.is_dead:
                 self.connection.transport.abort()
                 return

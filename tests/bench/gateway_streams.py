@@ -74,12 +74,12 @@ class Listener(asyncio.Protocol):
 
 
 @contextlib.asynccontextmanager
-async def gateway(folder: Path, *, is_profiled: bool) -> AsyncIterator[tuple[str, int]]:
+async def gateway(folder: Path, phases: int, *, is_profiled: bool) -> AsyncIterator[tuple[str, int]]:
     """Address and process id; the scripted engine beside it."""
     cores = sorted(os.sched_getaffinity(0))
     os.environ["PYTHONPATH"] = child_environment()["PYTHONPATH"]
     os.environ["SCRIPT"] = json.dumps(
-        {"step_s": STEP_S, "is_steady": True, "is_mute": True, "lanes": 5_000, "waiting": 0}
+        {"step_s": STEP_S / phases, "phases": phases, "is_steady": True, "is_mute": True, "lanes": 5_000, "waiting": 0}
     )
     pipe = str(folder / "engine.sock")
     profile = folder / "profile.toml"
@@ -161,7 +161,7 @@ async def run(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="rill-") as name:
         folder = Path(name)
         for streams in map(int, options.streams.split(",")):
-            async with gateway(folder, is_profiled=options.profile) as (address, pid):
+            async with gateway(folder, options.phases, is_profiled=options.profile) as (address, pid):
                 results.append(await measure(address, pid, streams, options.seconds))
             print("  ".join(f"{key} {value}" for key, value in results[-1].items()), flush=True)
         if options.profile:
@@ -174,6 +174,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", default="100,300", help="numbers of streams, with commas between")
     parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--phases", type=int, default=10, help="1: all streams' messages come at the same moment")
     parser.add_argument("--profile", action="store_true")
     return uvloop.run(run(parser.parse_args()))
 
