@@ -183,11 +183,21 @@ def read(data: bytes | str) -> dict[str, Any]:
         raise Violation(f"over {wire.MESSAGE_BYTES} bytes", Close.TOO_LARGE)
     try:
         request = json.loads(data, parse_constant=_refuse_constant)
+        request = _readable(request) if "\\u" in data else request
     except (ValueError, RecursionError) as error:
         raise Violation("not JSON") from error
     if not isinstance(request, dict):
         raise Violation("not a map")
     return request
+
+
+def _readable(value: Any) -> Any:
+    """Escaped halves of surrogate pairs, as of an emoji that was cut in two, have no bytes: they become U+FFFD."""
+    if isinstance(value, dict):
+        return {_readable(key): _readable(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_readable(item) for item in value]
+    return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace") if isinstance(value, str) else value
 
 
 def _refuse_constant(name: str) -> Any:

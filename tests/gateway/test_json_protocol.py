@@ -11,14 +11,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import InvalidStatus
 
 from engine import messages as engine
 from engine.config import KeyConfig
 from gateway.admission import digest
+from gateway.errors import Violation
+from gateway.json_protocol import JsonProtocol
 from tests.gateway.conftest import Stack, StackMaker
 from tests.gateway.raw_client import until
+from tests.gateway.test_protocol import ENGINE, Bench, play_engine
 from tests.scripted_engine import SAMPLE_RATE_HZ, Script, tone
 
 FORMAT = {"container": "raw", "encoding": "pcm_s16le", "sample_rate": 24_000}
@@ -140,6 +145,16 @@ async def test_a_text_with_nothing_to_say_is_a_moment_of_silence_and_done(text: 
         assert (await client.hear_end("b"))["type"] == "done"
 
 
+async def test_an_emoji_cut_in_two_by_its_sender_harms_nothing(stack: Stack) -> None:
+    async with json_client(stack) as client:
+        for half in ("Hello \\ud83d", "\\ude42 there.", "\\\\ud83d"):
+            await client.socket.send('{"context_id": "a", "continue": true, "transcript": "' + half + '"}')
+        await client.socket.send('{"context_id": "\\udc00", "transcript": "Hi."}')
+        await client.ask("a", "", **{"continue": False})
+        assert {(await client.hear_end())["type"] for _ in range(2)} == {"done"}
+        assert "Hello \ufffd\ufffd there.\\ud83d" in spoken(stack)
+
+
 async def test_a_cancel_ends_with_done_and_the_id_stays_dead(make_stack: StackMaker) -> None:
     async with make_stack(Script(step_s=0.01)) as stack, json_client(stack) as client:
         await client.ask("a", "A rather long sentence, for somebody to cut in. " * 20, **{"continue": True})
@@ -236,10 +251,11 @@ async def test_neutral_controls_and_a_foreign_catalogues_voice_are_taken(stack: 
         ("[]", 4400),
         ('{"transcript": NaN}', 4400),
         ("[" * 60_000, 4400),
+        ('{"\\u0041": ' + "[" * 900 + "]" * 900 + "}", 4400),
         (b"\x80", 1003),
         ('{"transcript": "' + "x" * 65_600 + '"}', 1009),
     ],
-    ids=["words", "list", "nan", "nesting", "binary", "large"],
+    ids=["words", "list", "nan", "nesting", "escaped nesting", "binary", "large"],
 )
 async def test_what_is_no_request_closes_the_socket(data: str | bytes, code: int, stack: Stack) -> None:
     async with json_client(stack) as client:
@@ -302,3 +318,72 @@ async def test_a_client_that_stops_reading_in_mid_audio_is_ended_and_holds_nothi
         await until(lambda: stack.server.num_sessions == 0)
         assert stack.server.num_contexts == 0
         await until(lambda: stack.engine.num_contexts == 0)
+
+
+# ---- any order
+
+KEYS = ["context_id", "transcript", "continue", "flush", "cancel", "voice", "output_format", "language", "speed"]
+
+
+class JsonBench(Bench):
+    """The state machine without sockets; what it writes is JSON."""
+
+    dialect = JsonProtocol
+
+    def read(self) -> list[dict[str, Any]]:
+        new = [json.loads(data) for data in self.protocol.to_send()]
+        self.log += new
+        return new
+
+
+ASKS = st.fixed_dictionaries(
+    {"context_id": st.sampled_from(["a", "b", "c"]), "transcript": st.sampled_from(["", " ", "Hi there. ", "🙂"])},
+    optional={
+        "continue": st.booleans(),
+        "flush": st.booleans(),
+        "cancel": st.booleans(),
+        "max_buffer_delay_ms": st.sampled_from([0, 3_000, -1]),
+        "voice": st.sampled_from([{"mode": "id", "id": "ada"}, {"id": "nobody"}, {"mode": "embedding"}, None]),
+        "output_format": st.sampled_from([FORMAT, {"container": "wav"}, {"encoding": "pcm_mulaw"}]),
+        "generation_config": st.sampled_from([{"speed": 1}, {"speed": 2}, None]),
+    },
+)
+
+
+@given(st.lists(st.one_of(ASKS, ENGINE, st.just("time")), max_size=40))
+@settings(max_examples=200, deadline=None)
+def test_any_request_in_any_state_is_answered_within_its_context_and_ends_it_once(steps: list[Any]) -> None:
+    bench = JsonBench(contexts=2)
+    is_asked: set[str] = set()  # since its last end
+    for turn, step in enumerate(steps):
+        if isinstance(step, dict):
+            is_asked.add(step["context_id"])
+            bench.protocol.receive(json.dumps(step))
+        elif step == "time":
+            bench.now += 0.7
+            bench.protocol.tick()
+        else:
+            play_engine(bench, step, turn)
+        for message in bench.read():
+            c, kind = message["context_id"], message["type"]
+            assert c in is_asked, f"{kind} after the end"
+            assert kind in ("chunk", "flush_done", "done", "error")
+            assert message["done"] is (kind == "done")
+            if kind in ("done", "error"):
+                is_asked.remove(c)
+    bench.protocol.close()
+    assert bench.read() == []
+    assert not bench.port.routes and bench.protocol.num_contexts == 0
+
+
+JSON = st.recursive(st.none() | st.booleans() | st.floats() | st.text(max_size=20), st.lists, max_leaves=10)
+
+
+@given(st.text(max_size=200) | JSON.map(json.dumps) | st.dictionaries(st.sampled_from(KEYS), JSON).map(json.dumps))
+@settings(max_examples=150, deadline=None)
+def test_any_text_is_a_request_or_a_violation(data: str) -> None:
+    bench = JsonBench()
+    with contextlib.suppress(Violation):
+        bench.protocol.receive(data)
+    for message in bench.read():
+        assert message["context_id"] and message["type"] in ("done", "error")

@@ -68,13 +68,15 @@ def caller(**rights: Any) -> Caller:
 class Bench:
     """One protocol on the bench."""
 
+    dialect = SpeechProtocol
+
     def __init__(self, quota: Caller | None = None, **limits: int) -> None:
         self.now = 100.0
         self.port = FakePort()
         self.metrics = Metrics()
         self.caller = quota or caller()
         self.log: list[dict[str, Any]] = []
-        self.protocol = SpeechProtocol(
+        self.protocol = self.dialect(
             session="s",
             port=self.port,
             limits=ProtocolLimits(**limits),
