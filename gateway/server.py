@@ -28,6 +28,7 @@ from websockets.typing import Subprotocol
 from engine import config as profiles
 from engine.config import GatewayConfig, KeyConfig
 from engine.leash import on_parent_gone
+from engine.messages import Gauges
 from gateway import json_protocol, wire
 from gateway.admission import Admission, Caller, Tickets
 from gateway.engine_link import EngineLink
@@ -307,9 +308,7 @@ class GatewayServer:
             return "engine gone" if self.link.was_ready else "engine not warm"
         if len(self._sessions) >= self._config.connections:
             return "too many connections"
-        gauges = self.link.gauges
-        is_full = gauges is not None and gauges.lanes_used >= gauges.lanes and gauges.waiting > 0
-        return "engine full" if is_full else ""
+        return "engine full" if self.link.gauges is not None and _is_full(self.link.gauges) else ""
 
     # ---- after it
 
@@ -338,6 +337,11 @@ class GatewayServer:
             del self._sessions[session]
             if not self._sessions and self._is_draining:
                 self._is_empty.set()
+
+
+def _is_full(gauges: Gauges) -> bool:
+    """Would a new context have to wait behind others? `places` is what can be played, where the engine has measured."""
+    return gauges.waiting > 0 and gauges.lanes_used >= min(gauges.lanes, gauges.places or gauges.lanes)
 
 
 def _set_socket_options(connection: ServerConnection, stall_ms: int) -> None:

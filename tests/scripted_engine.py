@@ -365,7 +365,15 @@ class ScriptedEngine:
             link.work.set()
 
     def gauges(self, used: int) -> Gauges:
-        return Gauges(lanes_used=used, lanes=self.script.lanes, talker_pages=used, flow_pages=used, contexts=used)
+        lanes, waiting = min(used, self.script.lanes), max(used - self.script.lanes, 0)
+        return Gauges(
+            lanes_used=lanes,
+            lanes=self.script.lanes,
+            talker_pages=lanes,
+            flow_pages=lanes,
+            contexts=used,
+            waiting=waiting,
+        )
 
     def count(self, samples: int) -> bool:
         """Add to what was sent in all; True when the script says that the engine dies of it."""

@@ -83,6 +83,22 @@ async def test_readiness_follows_the_engine(make_stack: StackMaker) -> None:
         assert (await get(stack.address + "livez"))[0] == 200
 
 
+async def test_readiness_says_that_the_engine_is_full_or_not_warm(make_stack: StackMaker) -> None:
+    async def why(stack: Stack) -> str:
+        return str(json.loads((await get(stack.address + "readyz"))[2])["why"])
+
+    async with make_stack(Script(lanes=1)) as stack, raw_client(stack.address) as client:
+        for c in "ab":
+            await client.say("open", c=c)
+        await until(lambda: stack.server.link.gauges is not None and stack.server.link.gauges.waiting == 1)
+        assert await why(stack) == "engine full"
+        await client.say("cancel", c="a")
+        await until(lambda: stack.server.link.gauges is not None and stack.server.link.gauges.waiting == 0)
+        assert await why(stack) == "ready"
+    async with make_stack(Script(is_ready=False)) as stack:
+        assert await why(stack) == "engine not warm"
+
+
 async def test_metrics_count_what_happened(stack: Stack) -> None:
     async with raw_client(stack.address) as client:
         await client.speak("a", SENTENCE)

@@ -199,6 +199,29 @@ async def test_a_rolling_restart_under_load_cuts_nobody_silently(
         await until(lambda: supervisor.pids("gateway") != [gone])
 
 
+async def test_the_end_of_all_tells_callers_and_lets_short_ones_finish(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = profile(tmp_path, "")
+    path.write_text("[gateway]\ndrain_ms = 1500\n")
+    async with contextlib.AsyncExitStack() as server:
+        _, address = await server.enter_async_context(served(path, monkeypatch, step_s=0.05))
+        async with raw_client(address) as short, raw_client(address) as endless:
+            for client, text in ((short, "Short. "), (endless, SENTENCE * 50)):
+                await client.say("open", c="a")
+                await client.say("text", c="a", n=0, s=text)
+                await client.say("end", c="a")
+                await client.hear_until("opened")
+            ending = asyncio.create_task(server.aclose())
+            assert (await short.hear_end("a"))["t"] == "done"
+            assert (await endless.hear_end("a"))["code"] == "draining"
+            for client in (short, endless):
+                assert await client.close_code() == 1001
+                assert "goaway" in [heard["t"] for heard in client.seen]
+                check_promises(client.of("a"))
+            await ending
+
+
 def test_a_port_that_is_taken_is_not_shared_by_accident() -> None:
     with contextlib.closing(reserve("127.0.0.1", 0)) as mine:
         mine.listen()
