@@ -11,6 +11,7 @@ import { Speaker } from "./speaker.js";
 import { Timeline } from "./timeline.js";
 import { Wave } from "./wave.js";
 
+const SHOW_MS = 60;
 const UNSTEERED = "embedded"; // the model that follows no instructions and speaks one language
 
 const connection = new Connection();
@@ -46,7 +47,7 @@ speaker.addEventListener("turn", () => {
   requestAnimationFrame(draw);
   showTurn();
 });
-speaker.addEventListener("change", showTurn);
+speaker.addEventListener("change", showSoon);
 speaker.addEventListener("end", () => {
   const { turn } = speaker;
   showTurn();
@@ -54,20 +55,26 @@ speaker.addEventListener("end", () => {
   if (turn.state === "whole" && turn.samples === 0) notice(byId("notice"), "There was nothing to say in that text.");
 });
 
-let shown = 0;
+let isDue = false;
 
-/** At most once a frame: audio comes in many small messages. */
+/** Not for each of many small messages. */
+function showSoon() {
+  if (isDue) return;
+  isDue = true;
+  setTimeout(() => {
+    isDue = false;
+    showTurn();
+  }, SHOW_MS);
+}
+
 function showTurn() {
-  shown ||= requestAnimationFrame(() => {
-    shown = 0;
-    const { turn } = speaker;
-    showFigures(turn);
-    timeline.show(turn);
-    barge.show();
-    composer.show();
-    showState();
-    if (turn.state === "failed" && byId("notice").hidden) showError(turn, () => again(turn, turn.seed));
-  });
+  const { turn } = speaker;
+  showFigures(turn);
+  timeline.show(turn);
+  barge.show();
+  composer.show();
+  showState();
+  if (turn.state === "failed" && byId("notice").hidden) showError(turn, () => again(turn, turn.seed));
 }
 
 function showFigures(turn) {

@@ -84,6 +84,7 @@ export class OwnVoice {
 
   async _open(file) {
     if (!file) return;
+    this._say("");
     try {
       const decoder = new OfflineAudioContext(1, 1, FILE_HZ);
       const audio = await decoder.decodeAudioData(await file.arrayBuffer());

@@ -13,21 +13,27 @@ export class Wave {
     this._canvas = canvas;
     this._pen = canvas.getContext("2d");
     this._last = [null, 0, false];
-    new ResizeObserver(() => this.draw(...this._last)).observe(canvas);
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw(...this._last));
+    new ResizeObserver(() => this._fit()).observe(canvas);
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this._fit());
+  }
+
+  /** Size and colours are the style sheet's. */
+  _fit() {
+    const { clientWidth, clientHeight } = this._canvas;
+    Object.assign(this._canvas, { width: clientWidth * devicePixelRatio, height: clientHeight * devicePixelRatio });
+    this._pen.scale(devicePixelRatio, devicePixelRatio);
+    const style = getComputedStyle(this._canvas);
+    this._accent = style.color;
+    this._ahead = style.getPropertyValue("--ahead");
+    this._line = style.getPropertyValue("--line");
+    this.draw(...this._last);
   }
 
   /** The turn, or null; the position that is heard, in samples; whether it is sounding. */
   draw(turn, position, isSounding) {
     this._last = [turn, position, isSounding];
     const { clientWidth: width, clientHeight: height } = this._canvas;
-    const scale = devicePixelRatio;
-    Object.assign(this._canvas, { width: width * scale, height: height * scale });
-    this._pen.scale(scale, scale);
-    const style = getComputedStyle(this._canvas);
-    this._accent = style.color;
-    this._ahead = style.getPropertyValue("--ahead");
-    this._line = style.getPropertyValue("--line");
+    this._pen.clearRect(0, 0, width, height);
     if (isSounding) this._pass(turn, position, width, height);
     else this._whole(turn, width, height);
   }
@@ -57,7 +63,7 @@ export class Wave {
 
   /** Silence is a bed of dots. */
   _bar(x, height, peak, colour) {
-    const half = Math.max(BAR / 2, (height / 2 - 4) * Math.min(1, peak) ** 0.75);
+    const half = Math.max(BAR / 2, (height / 2 - 4) * Math.min(1, 1.5 * peak) ** 0.75); // speech seldom fills the scale
     this._pen.fillStyle = peak > 0 ? colour : this._line;
     this._pen.beginPath();
     this._pen.roundRect(x, height / 2 - half, BAR, 2 * half, BAR / 2);
