@@ -114,6 +114,8 @@ class Caller:
             account.contexts += 1
 
     def give_context(self) -> None:
+        if not self._is_in:
+            return  # it went with the connection
         self._contexts -= 1
         for account in self._accounts:
             account.contexts -= 1

@@ -162,7 +162,11 @@ def test_sockets_and_contexts_are_counted_per_key_over_all_its_connections(tmp_p
         two.take_context()
     assert (caught.value.code, caught.value.retry) == ("context_limit", True)
     one.leave()  # with its contexts
+    one.give_context()
     two.take_context()
+    two.take_context()
+    with pytest.raises(Refusal):
+        two.take_context()
 
 
 def test_handshakes_are_counted_whether_or_not_the_key_is_right(tmp_path: Path) -> None:

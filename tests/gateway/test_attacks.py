@@ -23,6 +23,7 @@ from tests.gateway.conftest import StackMaker
 from tests.gateway.raw_client import RawClient, check_promises, raw_client, until
 from tests.gateway.raw_socket import PING, frame, message, raw_socket, raw_tcp
 from tests.gateway.test_server import get, refusal, speech
+from tests.gateway.test_wire import UNDECODABLE
 from tests.scripted_engine import Script
 
 SENTENCE = "This is a sentence of some length to be spoken. "
@@ -179,6 +180,27 @@ async def test_thousands_of_opens_take_what_one_connection_may_and_no_more(make_
         assert (await client.hear_until("opened"))["c"] == "c0"
 
 
+async def test_a_megabyte_of_text_changes_nobodys_gaps(make_stack: StackMaker) -> None:
+    """G22: in pieces of 1 KB, and in the largest ones."""
+    async with make_stack(real_time()) as stack, listener(stack.address), raw_client(stack.address) as client:
+        for c, size in (("small", 1_024), ("large", 65_000)):
+            await client.say("open", c=c)
+            for n in range((1 << 20) // size):
+                await client.say("text", c=c, n=n, s="a. " * (size // 3))
+            assert (await client.hear_end(c))["code"] == "text_too_long"
+        await until(lambda: stack.engine.num_contexts == 1)
+
+
+async def test_a_storm_of_what_cannot_be_decoded_changes_nobodys_gaps(make_stack: StackMaker) -> None:
+    """G36"""
+    async with make_stack(real_time()) as stack, listener(stack.address):
+        for data in [*UNDECODABLE.values(), b"\x80" * (1 << 20), b"\x80" * 65_536] * 3:
+            async with raw_client(stack.address) as client:
+                await client.socket.send(data)
+                assert await client.close_code() in (4400, 1007, 1009)
+    assert stack.server.num_sessions == 0
+
+
 async def test_ids_of_all_shapes_are_kept_apart(make_stack: StackMaker) -> None:
     async with make_stack(Script(lanes=32)) as stack, raw_client(stack.address) as client:
         ids = ["a", "A", "a ", " a", "\x00", "é", "e\u0301", "__proto__", "x" * 64, "🙂" * 16]
@@ -333,6 +355,22 @@ async def test_rights_of_a_key_hold_in_its_connections(make_stack: StackMaker) -
         await two.say("open", c="a")
         await two.hear_until("opened")
         assert all(getattr(m, "allow_controls", True) for m in stack.engine.received)
+
+
+async def test_a_hang_up_gives_each_place_back_once(make_stack: StackMaker) -> None:
+    keys = {"ada": KeyConfig(sha256=digest("k"), contexts=2, sockets=2)}
+    async with make_stack(keys=keys) as stack:
+        for _ in range(3):
+            async with raw_client(stack.address, additional_headers=BEARER) as client:
+                for c in "ab":
+                    await client.say("open", c=c)
+                    await client.hear_until("opened", c)
+                client.socket.transport.abort()
+            await until(lambda: stack.server.num_sessions == 0)
+        async with raw_client(stack.address, additional_headers=BEARER) as client:
+            for c in "abc":
+                await client.say("open", c=c)
+            assert (await client.hear_end("c"))["code"] == "context_limit"
 
 
 # ---- coming and going
