@@ -1,4 +1,5 @@
-"""Uploads that want more than a recording may take: the child is limited, and the parent never waits for it in vain."""
+"""G29, G37: uploads that are no recording, or want more than one may take. The child is limited, and the parent never
+waits for it in vain."""
 
 from __future__ import annotations
 

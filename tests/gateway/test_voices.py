@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from engine import messages as engine
 from engine.config import KeyConfig
@@ -183,6 +186,43 @@ def test_a_recording_is_refused_while_the_engine_is_away() -> None:
     bench.port.is_up = False
     assert bench.refusal("a", 0, b"x", last=True)[0] == "engine_restart"
     assert bench.port.room.used == 0
+
+
+PARTS = st.tuples(st.sampled_from("abc"), st.integers(0, 3), st.booleans())
+OTHERS = st.sampled_from(["kept", "failed", "dropped", "drop", "end"])
+
+
+@given(st.lists(st.one_of(PARTS, OTHERS), max_size=40))
+@settings(max_examples=200, deadline=None)
+def test_any_parts_in_any_order_end_each_upload_once_and_leak_no_memory(steps: list[Any]) -> None:
+    bench, begun = Bench(), []
+    for turn, step in enumerate(steps):
+        if isinstance(step, tuple):
+            v, n, last = step
+            begun += [v] * (n == 0)
+            with contextlib.suppress(Refusal):
+                bench.put(v, n, b"12345", last=last)
+        elif step == "drop":
+            bench.uploads.drop(wire.VoiceDrop(voice="abc"))
+        elif step == "end":
+            bench.uploads.end_all(Refusal("draining", "bye"))
+        elif bench.port.routes:
+            lease, deliver = list(bench.port.routes.items())[turn % len(bench.port.routes)]
+            key = {"context": lease.context, "epoch": lease.epoch}
+            deliver(
+                {
+                    "kept": kept(lease, key="Mia"),
+                    "failed": engine.Failed(**key, code="bad_voice", message="short", retry=False),
+                    "dropped": engine.VoiceDropped(**key),
+                }[step]
+            )
+        assert bench.port.room.used <= 5 * len(steps)
+    answered = [message.v for message in bench.said if isinstance(message, wire.VoiceKept)]
+    ends = answered + [v for v, _ in bench.failed if v != "abc"]
+    for v in "abc":
+        assert ends.count(v) <= begun.count(v), "no more ends than beginnings"
+    bench.uploads.close()
+    assert (bench.port.room.used, bench.port.routes, bench.uploads.num_open) == (0, {}, 0)
 
 
 # ---- whose it is
