@@ -121,7 +121,8 @@ async def _serve_until_told(options: argparse.Namespace) -> int:
     async with Supervisor(
         options.config, host=options.host, port=options.port, open_to_all=options.without_keys
     ) as supervisor:
-        loop.add_signal_handler(signal.SIGHUP, supervisor.reload)
+        has_terminal = sys.stdin is not None and sys.stdin.isatty()  # its end is a hang-up, a daemon's is to read anew
+        loop.add_signal_handler(signal.SIGHUP, stop.set if has_terminal else supervisor.reload)
         waiters = [asyncio.create_task(stop.wait()), asyncio.create_task(supervisor.failure())]
         greeter = asyncio.create_task(_print_address(supervisor))
         await asyncio.wait(waiters, return_when=asyncio.FIRST_COMPLETED)
