@@ -45,6 +45,16 @@ class Stream(Generic[Results]):
     def __init__(self, device: torch.device, *, priority: int = 0) -> None:
         self.cuda = torch.cuda.Stream(device, priority=priority) if device.type == "cuda" else None
         self._flights: deque[Flight[Results]] = deque()
+        self._last: torch.cuda.Event | None = None  # the end of the latest launch
+        self._partner: Stream[Results] | None = None
+
+    def take_turns_with(self, partner: Stream[Results]) -> None:
+        """From now on a launch on either begins when what the other had been given before has ended.
+
+        Two chains of small and large kernels side by side cost more than one after the other: each small kernel waits
+        for a large one to leave a multiprocessor.
+        """
+        self._partner, partner._partner = partner, self
 
     def current(self) -> AbstractContextManager[object]:
         """Within it, work goes to this stream."""
@@ -61,10 +71,13 @@ class Stream(Generic[Results]):
         else:
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             with torch.cuda.stream(self.cuda):
+                if self._partner is not None and self._partner._last is not None:
+                    self.cuda.wait_event(self._partner._last)
                 begin.record()
                 yield flight
                 end.record()
             flight.events = begin, end
+            self._last = end
         self._flights.append(flight)
 
     def landed(self) -> Iterator[Flight[Results]]:

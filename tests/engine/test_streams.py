@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 
 import pytest
 import torch
@@ -61,3 +62,24 @@ def test_on_a_gpu_each_stream_retires_by_its_own_events() -> None:
             assert flight.seconds > landed[0].seconds
     assert slow.is_idle
     assert not was_slow_there, "the quick launch waited for the slow one"
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_streams_that_take_turns_never_overlap() -> None:
+    device = torch.device("cuda")
+    one: Stream[None] = Stream(device)
+    other: Stream[None] = Stream(device, priority=-1)
+    with one.current():
+        x = torch.randn(8_192, 8_192, device=device)
+        x = x @ x * 1e-4
+    torch.cuda.synchronize()
+    one.take_turns_with(other)
+    flights = []
+    for stream in (one, other, one):
+        with stream.launch("flow", rows=1) as flight:
+            x = x @ x * 1e-4
+        flights.append(flight)
+    torch.cuda.synchronize()
+    for before, after in pairwise(flights):
+        assert before.events is not None and after.events is not None
+        assert before.events[1].elapsed_time(after.events[0]) >= 0, "the next one began before this one had ended"
