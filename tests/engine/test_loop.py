@@ -492,11 +492,65 @@ def test_one_lane_serves_a_queue_in_order(make: Make) -> None:
     assert isinstance(speaking.said[1][0], Opened)
 
 
-def test_the_warm_up_leaves_nothing_behind_and_says_nothing(speaking: Speaking) -> None:
-    speaking.engine.warm()
+@pytest.fixture(scope="module")
+def short_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a talker that stops soon after its minimum."""
+    return random_checkpoint(tmp_path_factory.mktemp("short"), TINY, voices=("anna", "bert", "carl"), stop_scale=1.0)
+
+
+def test_the_warm_up_leaves_nothing_behind_and_says_nothing(short_folder: Path) -> None:
+    speaking, names = Speaking(short_folder), list[str]()
+    speaking.engine.warm(on_progress=names.append)
+    assert names == ["speak as anna", "speak as bert"]
     assert not speaking.said
     assert speaking.runner.prefixes.num_pages == 2
     speaking.assert_empty()
+
+
+def test_where_rows_share_launches_the_warm_up_measures_crowds(short_folder: Path) -> None:
+    speaking, names = Speaking(short_folder, rows_per_launch=4, lanes=4, share=0.5), list[str]()
+    speaking.engine.warm(on_progress=names.append)
+    assert names[2:] == ["speak with 2 voices", "speak with 4 voices"]
+    table = speaking.runner.costs.table()
+    assert set(table) >= {"talker", "prefill", "flow", "hift"}
+    assert max(table["talker"]) == 4
+    assert not speaking.said
+    speaking.assert_empty()
+    speaking.step()
+    assert speaking.gauges[-1].places == speaking.engine.scheduler.places <= 4
+
+
+# The ends of what may be asked for
+
+
+def test_one_token_of_text_sounds(speaking: Speaking) -> None:
+    """It and its full stop may have 4 to 40 codes."""
+    pcm = speaking.speak(1, "a")
+    assert 4 * 960 <= len(pcm) // 4 <= 40 * 960
+    speaking.assert_empty()
+
+
+def test_a_prompt_of_thirty_seconds_and_the_longest_one_without_a_whole_chunk(tmp_path: Path) -> None:
+    for tokens, pages in ((750, 29), (24, 0)):  # the last chunk of 750 looks ahead at what is spoken
+        speaking = Speaking(random_checkpoint(tmp_path / str(tokens), TINY, prompt_tokens=tokens, stop_scale=1.0))
+        whole = speaking.speak(1, "Hi.", streaming=False)
+        assert len(speaking.speak(2, "Hi.")) == len(whole) > 0
+        assert speaking.runner.prefixes.num_pages == pages
+        speaking.assert_empty()
+
+
+def test_many_voices_at_once_are_each_their_own(tmp_path: Path) -> None:
+    names = tuple(f"voice-{number}" for number in range(16))
+    folder = random_checkpoint(tmp_path, TINY, voices=names, stop_scale=1.0)
+    crowd, alone = Speaking(folder, lanes=16, flow_pages=24), Speaking(folder, lanes=16)
+    for context, voice in enumerate(names):
+        crowd.open(context, "Hi.", voice=voice, seed=7)
+    crowd.finish(range(16))
+    heard = {crowd.pcm(context) for context in range(16)}
+    assert len(heard) == 16
+    for context, voice in list(enumerate(names))[::5]:
+        assert_same_audio(alone.speak(context, "Hi.", voice=voice, seed=7), crowd.pcm(context))
+    crowd.assert_empty()
 
 
 def test_a_warm_up_that_fails_is_the_engines_fault(speaking: Speaking) -> None:

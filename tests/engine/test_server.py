@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import signal
 import subprocess
 import sys
@@ -34,7 +35,7 @@ from engine.messages import (
     pack,
     unpack,
 )
-from engine.server import _claim, read
+from engine.server import WarmUp, _claim, read
 from tests.random_checkpoint import TINY, random_checkpoint
 
 DEADLINE_S = 60
@@ -225,6 +226,40 @@ async def test_sigterm_ends_it_cleanly_and_every_context_is_told(tmp_path: Path)
         assert not process.socket.exists()
     finally:
         process.popen.kill()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_start_shows_a_bar_on_a_terminal_and_lines_in_a_log(caplog: pytest.LogCaptureFixture) -> None:
+    names = ["talker step 64", "flow: step 64, 8 pages", "flow: step 32, 8 pages", "hift 64 x 64", "speak as anna"]
+    shown = Terminal()
+    bar = WarmUp(shown)
+    for name in names:
+        bar(name)
+    bar.end()
+    steps = shown.getvalue().split("\r\x1b[2K")[1:]
+    assert [step.partition("]")[0] for step in steps] == [
+        "warming up [....................",
+        "warming up [#####...............",
+        "warming up [#####...............",
+        "warming up [##########..........",
+        "warming up [###############.....",
+        "",
+    ]
+    assert steps[2].endswith("2 ready, next flow: step 32, 8 pages")
+    caplog.set_level("INFO", logger="engine.server")
+    log = io.StringIO()
+    lines = WarmUp(log)
+    for name in names:
+        lines(name)
+    lines.end()
+    assert log.getvalue() == ""
+    assert [record.message.split(":")[0] for record in caplog.records[-5:-1]] == [
+        f"warming up, {stage}" for stage in WarmUp.STAGES
+    ]
 
 
 def test_a_checkpoint_that_is_not_there_is_said_in_one_line(tmp_path: Path) -> None:
