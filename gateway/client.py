@@ -73,15 +73,14 @@ class Disconnected(GatewayError):
 
 
 class connect:
-    """Connects to a server given by its page's or its socket's address. Raises Disconnected."""
+    """Connects to a server given by its page's or its socket's address, until the block ends. Raises Disconnected."""
 
     def __init__(self, url: str, *, key: str | None = None) -> None:
-        self._url = speech_url(url)
-        self._headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
+        self._url, self._key = url, key
         self._client: Client | None = None
 
     async def __aenter__(self) -> Client:
-        self._client = await _connected(self._url, self._headers)
+        self._client = await dial(self._url, key=self._key)
         return self._client
 
     async def __aexit__(
@@ -99,13 +98,15 @@ def speech_url(url: str) -> str:
     return urlunsplit((scheme, parts.netloc, path, parts.query, ""))
 
 
-async def _connected(url: str, headers: dict[str, str]) -> Client:
+async def dial(url: str, *, key: str | None = None) -> Client:
+    """A connection for its taker to close. Raises Disconnected."""
+    url = speech_url(url)
     try:
         socket = await connect_socket(
             url,
             subprotocols=[Subprotocol(wire.SUBPROTOCOL)],
             compression=None,
-            additional_headers=headers,
+            additional_headers={"Authorization": f"Bearer {key}"} if key is not None else {},
             open_timeout=GREETING_S,
             max_size=wire.MESSAGE_BYTES,
             max_queue=64,
@@ -464,6 +465,7 @@ __all__ = [
     "ServerError",
     "VoiceError",
     "connect",
+    "dial",
     "probe",
     "speech_url",
 ]

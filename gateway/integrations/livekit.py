@@ -21,7 +21,7 @@ from livekit.agents.types import DEFAULT_API_CONNECT_OPTIONS, NOT_GIVEN, APIConn
 from livekit.agents.utils import is_given
 
 from gateway import wire
-from gateway.client import Client, Context, Disconnected, ServerError, connect
+from gateway.client import Client, Context, Disconnected, ServerError, dial
 
 LEAD_S: Final = 5.0
 SILENCE_MS: Final = 100  # for a text with nothing to say: the framework takes an answer without audio for a fault
@@ -59,14 +59,13 @@ class TTS(tts.TTS):  # type: ignore[misc]
         )
         self._url, self._api_key = url, api_key
         self._options = _Options(voice, language, instruct, seed)
-        self._connection: connect | None = None
-        self._client: Client | None = None
+        self._clients: list[Client] = []  # the last one serves; those before are heard out by their streams
         self._connecting = asyncio.Lock()
         self._warming: asyncio.Task[None] | None = None
 
     @property
     def model(self) -> str:
-        return self._client.ready.model if self._client is not None else "unknown"
+        return self._clients[-1].ready.model if self._clients else "unknown"
 
     @property
     def provider(self) -> str:
@@ -95,10 +94,10 @@ class TTS(tts.TTS):  # type: ignore[misc]
     async def client(self) -> Client:
         """The connection that all streams share. Raises Disconnected."""
         async with self._connecting:
-            if self._client is None or not self._client.is_open or self._client.is_going_away:
-                self._connection = connect(self._url, key=self._api_key)
-                self._client = await self._connection.__aenter__()
-            return self._client
+            self._clients = [client for client in self._clients if client.is_open]
+            if not self._clients or self._clients[-1].is_going_away:
+                self._clients.append(await dial(self._url, key=self._api_key))
+            return self._clients[-1]
 
     def synthesize(
         self, text: str, *, conn_options: APIConnectOptions = DEFAULT_API_CONNECT_OPTIONS
@@ -111,8 +110,8 @@ class TTS(tts.TTS):  # type: ignore[misc]
     async def aclose(self) -> None:
         if self._warming is not None:
             await utils.aio.cancel_and_wait(self._warming)
-        client, self._client = self._client, None
-        if client is not None:
+        clients, self._clients = self._clients, []
+        for client in clients:
             await client.close()
 
 
