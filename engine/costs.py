@@ -7,6 +7,7 @@ listeners can be served if neither share passes the limit. Standard library only
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 
 TOKENS_PER_S = 25
@@ -63,10 +64,8 @@ class Costs:
 
     def playable(self, *, lanes: int, flow_rows: int, share: float) -> int:
         """How many of `lanes` listeners can be kept in audio, at least one; flow launches have up to flow_rows."""
-        fits = 1
-        while fits < lanes and max(self.load(fits + 1, flow_rows)) <= share:
-            fits += 1
-        return fits
+        too_many = bisect_left(range(2, lanes + 1), True, key=lambda count: max(self.load(count, flow_rows)) > share)
+        return too_many + 1
 
     def load(self, listeners: int, flow_rows: int) -> tuple[float, float]:
         """Shares of a second that so many listeners take: of the talker's stream, of the flow's and HiFT's."""

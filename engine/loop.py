@@ -36,6 +36,7 @@ from engine.sampler import Sampling
 from engine.scheduler import (
     Lane,
     LaneFault,
+    Overloaded,
     Part,
     Preparation,
     Restarting,
@@ -54,6 +55,7 @@ WARM_LINK = -1  # no gateway: the engine speaks to itself before it is ready
 # The sum of money wakes the normaliser's grammars.
 WARM_TEXT = "One, two, three, and here we go, for $4."
 WARM_CROWDS = (2, 4, 8, 16, 32, 64, 128, 256, 512)  # contexts at once
+WARM_PAGES = 4  # that the flow may need for each of them
 WARM_VOICES = 2  # the others' prompts are solved at their first use: many would take long, and fill the cache
 QUEUE_CHECK_S = 0.1
 POLL_S = 1e-4  # between two looks at what is in flight
@@ -253,6 +255,7 @@ class Engine:
         self._is_stopping = False
         self._gauged_at = clock()
         self._gauged_ends = 0
+        self._admitted_at = clock()
         self._step_s = 0.0
 
     def run(self) -> None:
@@ -312,14 +315,20 @@ class Engine:
             self._whisper([voice])
             while self.scheduler.num_contexts:
                 self.step()
-        for size in (size for size in WARM_CROWDS if self.runner.rows_per_launch > 1):
-            if size <= self.scheduler.limits.lanes:
-                on_progress(f"speak with {size} voices")
-                self._whisper([voices[number % len(voices)] for number in range(size)])
-                self._hear(size)
+        for size in self._crowds():
+            on_progress(f"speak with {size} voices")
+            self._whisper([voices[number % len(voices)] for number in range(size)])
+            self._hear(size)
         self.scheduler.check_integrity()
         self._is_warm = True
         logger.info("a launch costs, in ms by rows: %s", self.runner.costs.table())
+
+    def _crowds(self) -> list[int]:
+        """Powers of two up to all lanes, as far as the pages last, where rows share launches at all."""
+        if self.runner.rows_per_launch == 1:
+            return []
+        most = min(self.scheduler.limits.lanes, self.runner.models.flow_store.pool.num_pages // WARM_PAGES)
+        return sorted({most, *(size for size in WARM_CROWDS if size < most)} - {0, 1})
 
     def _whisper(self, voices: Sequence[str]) -> None:
         """The engine speaks to itself, a context for each voice."""
@@ -468,15 +477,16 @@ class Engine:
         """At a fixed pace, and after each context's end."""
         if now - self._gauged_at < self.gauges_s and self.scheduler.num_ended == self._gauged_ends:
             return
-        self._gauged_at, self._gauged_ends = now, self.scheduler.num_ended
-        if self._is_warm:
+        if self._is_warm and now - self._admitted_at >= self.gauges_s:
+            self._admitted_at = now
             self.scheduler.admit()
+        self._gauged_at, self._gauged_ends = now, self.scheduler.num_ended
         self.scheduler.outgoing += [(link, self.gauges()) for link in self._links]
 
     def _deliver(self) -> None:
         outgoing, self.scheduler.outgoing = self.scheduler.outgoing, []
         for link, message in outgoing:
-            if link == WARM_LINK and isinstance(message, Failed):
+            if link == WARM_LINK and isinstance(message, Failed) and message.code != Overloaded.code:
                 raise EngineFault(f"the warm-up failed: {message.message}")
         if outgoing:
             self.deliver(outgoing)
