@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -110,14 +111,25 @@ class Units:
 
 def unit_columns(units: list[Unit], nobody: Unit, num_units: int, num_pages: int) -> Columns:
     """The tables of Units on the host, [COLUMNS + num_pages, num_units], filled up with units of nobody."""
+    units = [*units, *[nobody] * (num_units - len(units))]
+    heads = [
+        (
+            unit.step,
+            unit.pages[-1],
+            unit.start,
+            unit.frames,
+            unit.lane,
+            unit.lane if unit.is_last else nobody.lane,
+            unit.fresh,
+        )
+        for unit in units
+    ]
+    counts = np.array([len(unit.pages) for unit in units])
     columns = np.empty((Units.COLUMNS + num_pages, num_units), dtype=np.int64)
-    for place, unit in enumerate(units):
-        keeps = unit.lane if unit.is_last else nobody.lane
-        own, first = unit.pages[-1], unit.pages[0]
-        head = [unit.step, own, unit.start, unit.frames, unit.lane, keeps, unit.fresh]
-        columns[:, place] = head + unit.pages + [first] * (num_pages - len(unit.pages))
-    if len(units) < num_units:
-        columns[:, len(units) :] = unit_columns([nobody], nobody, 1, num_pages)
+    columns[: Units.COLUMNS] = np.array(heads).T
+    columns[Units.COLUMNS :] = [unit.pages[0] for unit in units]
+    # Transposed, the places that a unit fills lie in the order of its pages.
+    columns[Units.COLUMNS :].T[np.arange(num_pages) < counts[:, None]] = [*chain.from_iterable(u.pages for u in units)]
     return columns
 
 

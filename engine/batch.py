@@ -511,8 +511,10 @@ class Runner:
             return
         flow, store = self.models.flow, self.models.flow_store
         healths = torch.stack(flow.faults([state for _, _, state in ended], store))
+        staged = [state for _, _, state in ended if state.is_staged]
+        mels = dict(zip(map(id, staged), flow.finish_all(staged, store), strict=True))
         for (row, segment, state), health in zip(ended, healths, strict=True):
-            mel = flow.finish(state) if state.is_staged else self._no_mel
+            mel = mels.get(id(state), self._no_mel)
             segment.mel = mel if self.keeps_flow else mel[:, segment.num_frames :]
             segment.num_frames += segment.mel.shape[1]
             segment.health = health
@@ -719,7 +721,7 @@ class Prefixes:
         for name in names:
             row = self._begun.pop(name)
             self._wanted.discard(name)
-            self.flow.finish(row)
+            self.flow.finish(row, self.store)
             self._solved[name] = self.flow.prefix(row, self.store)
         return bool(names)
 

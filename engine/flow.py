@@ -137,7 +137,6 @@ class Staged:
     start: int
     end: int
     is_laid: bool = False  # the pages hold its state
-    x: list[Tensor] = field(default_factory=list)  # views of the store, [W, M] each
 
 
 @dataclass(slots=True, eq=False)
@@ -392,7 +391,7 @@ class Flow(nn.Module):
             if self.begin(row, (), is_final=False):
                 while row.steps_done < self.shape.steps:
                     self.step([row], store)
-                self.finish(row)
+                self.finish(row, store)
             return self.prefix(row, store)
         except BaseException:
             row.close(store)
@@ -464,17 +463,31 @@ class Flow(nn.Module):
         for row in rows:
             row.steps_done += 1
 
-    def finish(self, row: FlowRow) -> Tensor:
-        """Ends a solve of ten steps: the new mel [M, frames after the prompt], maybe 0 frames of it.
+    def finish(self, row: FlowRow, store: FlowStore) -> Tensor:
+        """Ends a solve of ten steps: see finish_all."""
+        return self.finish_all([row], store)[0]
 
-        The result is the caller's own. It is enqueued on the current stream, which has to be that of step().
+    @torch.inference_mode()
+    def finish_all(self, rows: Sequence[FlowRow], store: FlowStore) -> list[Tensor]:
+        """Ends solves of ten steps: of each row the new mel [M, frames after the prompt], maybe 0 frames of it.
+
+        One copy for all, so the results are views of memory that lives as long as the last of them. It is enqueued
+        on the current stream, which has to be that of step().
         """
-        assert row.staged is not None and row.steps_done == self.shape.steps, "all Euler steps come first"
-        staged, row.staged = row.staged, None
-        row.frames_solved += staged.end - staged.start
-        row.frames = staged.end
-        x = torch.cat(staged.x)[: staged.end - staged.start]
-        return x[max(0, row.prompt_frames - staged.start) :].T
+        if not rows:
+            return []
+        pages = [row.pages[at // self.shape.chunk_frames] for row in rows for at in self._chunks(row)]
+        solved = store.x[to_device(np.array(pages, dtype=np.int64), self.device)].flatten(0, 1)  # [frames, M]
+        mels, at = [], 0
+        for row in rows:
+            assert row.steps_done == self.shape.steps, "all Euler steps come first"
+            staged, width = _staged(row), len(self._chunks(row)) * self.shape.chunk_frames
+            new = staged.end - staged.start
+            mels.append(solved[at + min(new, max(0, row.prompt_frames - staged.start)) : at + new].T)
+            row.staged, row.frames = None, staged.end
+            row.frames_solved += new
+            at += width
+        return mels
 
     def faults(self, rows: Sequence[FlowRow], store: FlowStore) -> list[Tensor]:
         """For each row a view of the device: 0, or NaN once anything it solved was not finite."""
@@ -487,12 +500,10 @@ class Flow(nn.Module):
         self._bear([row for row in rows if not row.is_born], store)
         table: list[list[int]] = []
         for row in rows:
-            staged, first = _staged(row), len(table)
+            _staged(row).is_laid = True
             for at in self._chunks(row):
                 page, given = row.pages[at // self.shape.chunk_frames], max(0, row.prompt_frames - at)
                 table.append([page, at, _lane(row), min(given, self.shape.chunk_frames), *self._window(row, at)])
-            staged.x = [store.x[page] for page, *_ in table[first:]]
-            staged.is_laid = True
         self._give_mels(rows, store)
         columns = np.ascontiguousarray(np.array(table).T)
         if (captured := self._captured(store)) is not None:
@@ -502,21 +513,26 @@ class Flow(nn.Module):
 
     def _bear(self, rows: Sequence[FlowRow], store: FlowStore) -> None:
         """Fills the lanes of rows that never took a step."""
+        if not rows:
+            return
+        kept, cleared = [], [store.health[_lane(row)] for row in rows]
         for row in rows:
-            lane, row.is_born = _lane(row), True
-            store.embeddings[lane].copy_(row.voice.embedding)
-            store.health[lane].zero_()
+            row.is_born, context = True, store.contexts[_lane(row)]
             if row.prefix is None or row.prefix.contexts is None:
-                store.contexts[lane].zero_()
+                cleared.append(context)
             else:
-                store.contexts[lane].copy_(row.prefix.contexts)
+                kept.append((context, row.prefix.contexts))
+        torch._foreach_zero_(cleared)
+        copy_all([(store.embeddings[_lane(row)], row.voice.embedding) for row in rows] + kept)
 
     def _give_mels(self, rows: Sequence[FlowRow], store: FlowStore) -> None:
+        chunk, parts = self.shape.chunk_frames, []
         for row in rows:
             for at in self._chunks(row):
-                given = row.voice.mel[at : at + self.shape.chunk_frames]
-                if len(given):
-                    store.cond[row.pages[at // self.shape.chunk_frames], : len(given)].copy_(given)
+                if at < row.prompt_frames:
+                    given = row.voice.mel[at : at + chunk]
+                    parts.append((store.cond[row.pages[at // chunk], : len(given)], given))
+        copy_all(parts)
 
     def _window(self, row: FlowRow, start: int) -> list[int]:
         """The tokens that the chunk at this frame looks at: 2 behind, its 25, 3 ahead."""
@@ -688,6 +704,15 @@ class Flow(nn.Module):
 def check_frames(frames: int) -> None:
     if frames > MAX_FRAMES:
         raise TooManyFrames(f"{frames} frames with the prompt, the fixed noise covers {MAX_FRAMES}")
+
+
+def copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copies second ones into first ones, in few launches where their dtypes are the same."""
+    alike: dict[tuple[torch.dtype, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
+    for to, given in pairs:
+        alike.setdefault((to.dtype, given.dtype), []).append((to, given))
+    for some in alike.values():
+        torch._foreach_copy_(*map(list, zip(*some, strict=True)))
 
 
 def _staged(row: FlowRow) -> Staged:

@@ -171,7 +171,7 @@ class FlowGraphs:
 
 def alone(units: list[Unit]) -> list[Unit]:
     """Units of one launch: those before them in the call are solved, those behind them come later."""
-    first = [replace(unit, fresh=min(unit.fresh, place)) for place, unit in enumerate(units)]
+    first = [replace(unit, fresh=place) if unit.fresh > place else unit for place, unit in enumerate(units)]
     return [*first[:-1], replace(first[-1], is_last=True)]
 
 

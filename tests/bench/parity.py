@@ -75,7 +75,7 @@ def streamed(flow: Flow, store: FlowStore, rows: Sequence[tuple[FlowVoice, list[
         flow.step([row for row, _, _ in staged], store)
         for row, _, mels in staged:
             if row.steps_done == flow.shape.steps:
-                mels.append(flow.finish(row))
+                mels.append(flow.finish(row, store))
         turn += 1
     for row, _, _ in waiting:
         row.close(store)

@@ -46,6 +46,8 @@ class Ids:
 class CountingTalkers:
     """Takes the place of TalkerLanes: pages and draws are left out, rows are counted."""
 
+    max_rows = 100_000
+
     def __init__(self) -> None:
         self.left: dict[int, int] = {}
         self.num_pages = 0
@@ -76,7 +78,7 @@ def count_only(speaking: Speaking) -> None:
             flow.reserve(row, store)
             row.steps_done += 1
 
-    def finish(row: FlowRow) -> Tensor:
+    def finish(row: FlowRow, store: FlowStore) -> Tensor:
         assert row.staged is not None
         staged, row.staged = row.staged, None
         row.frames = staged.end
@@ -87,6 +89,7 @@ def count_only(speaking: Speaking) -> None:
 
     runner.talkers = CountingTalkers()  # type: ignore[assignment]
     flow.step, flow.finish, hift.push = step, finish, push  # type: ignore[method-assign]
+    flow.finish_all = lambda rows, store: [finish(row, store) for row in rows]  # type: ignore[method-assign]
     flow.faults = lambda rows, store: [health for _ in rows]  # type: ignore[method-assign]
 
 

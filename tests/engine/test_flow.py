@@ -42,7 +42,7 @@ def voice_of(case: dict[str, Tensor]) -> FlowVoice:
 def solve(flow: Flow, row: FlowRow, store: FlowStore) -> Tensor:
     while row.steps_done < flow.shape.steps:
         flow.step([row], store)
-    return flow.finish(row)
+    return flow.finish(row, store)
 
 
 def stream(
@@ -278,7 +278,7 @@ def test_neighbours_that_join_and_leave_change_nothing(
         small.step(active, store)
         for i, row in enumerate(rows):
             if row.is_staged and row.steps_done == SMALL.steps:
-                pieces[i].append(small.finish(row))
+                pieces[i].append(small.finish(row, store))
     for i, row in enumerate(rows):
         assert error(torch.cat(pieces[i], dim=1), offline(small, voices[i], streams[i])) < EXACT
         row.close(store)
@@ -306,7 +306,7 @@ def test_launches_by_tier_give_the_same_mel(small: Flow, captured: FlowStore) ->
         small.step(active, captured)
         for i, row in enumerate(rows):
             if row.is_staged and row.steps_done == SMALL.steps:
-                pieces[i].append(small.finish(row))
+                pieces[i].append(small.finish(row, captured))
     for i, row in enumerate(rows):
         assert error(torch.cat(pieces[i], dim=1), offline(small, voices[i], streams[i])) < EXACT
         row.close(captured)
@@ -364,7 +364,7 @@ def test_a_prompt_solved_among_others_serves_as_prefix(small: Flow) -> None:
     small.begin(other, make_tokens(8, 6), is_final=True)
     for _ in range(SMALL.steps):
         small.step([other, asked], store)
-    small.finish(asked)
+    small.finish(asked, store)
     row = small.row(voice, store, small.prefix(asked, store))
     assert store.lanes.num_used == 1
     mel = torch.cat(stream(small, row, store, tokens, [30]), dim=1)
@@ -380,7 +380,7 @@ def test_a_value_that_is_not_finite_marks_its_own_row_alone(small: Flow) -> None
     for _ in range(SMALL.steps):
         small.step(rows, store)
     assert [bool(fault == 0) for fault in small.faults(rows, store)] == [True, False]
-    assert error(small.finish(rows[0]), offline(small, good, make_tokens(30, 1))) < EXACT
+    assert error(small.finish(rows[0], store), offline(small, good, make_tokens(30, 1))) < EXACT
 
 
 def test_lanes_are_given_back_and_too_few_leave_the_row_as_it_was(small: Flow) -> None:
@@ -483,4 +483,4 @@ def test_packed_rows_on_the_device_match_the_cpu(small: Flow) -> None:
     for _ in range(SMALL.steps):
         flow.step(rows, store)
     for row, voice, tokens in zip(rows, voices, streams, strict=True):
-        assert error(flow.finish(row).cpu(), offline(small, voice, tokens)) < 1e-8
+        assert error(flow.finish(row, store).cpu(), offline(small, voice, tokens)) < 1e-8

@@ -134,7 +134,7 @@ def play(flow: Flow, store: FlowStore, *, watch: Callable[[bool], None] = lambda
             flow.step(active, store)
         for i, caller in enumerate(callers):
             if caller.row.is_staged and caller.row.steps_done == SHAPE.steps:
-                pieces[i].append(flow.finish(caller.row))
+                pieces[i].append(flow.finish(caller.row, store))
     watch(False)
     heard = [caller for caller in callers if caller.leaves > 80]
     assert all(not caller.hops and not caller.row.is_staged for caller in heard)
@@ -247,7 +247,7 @@ def test_what_rows_cost_with_the_host(warmed: tuple[Flow, FlowStore]) -> None:
         for _ in range(SHAPE.steps - 1):
             flow.step(rows, store)
         enqueued = time.perf_counter()
-        mels = [flow.finish(row) for row in rows]
+        mels = flow.finish_all(rows, store)
         finished = time.perf_counter()
         torch.cuda.synchronize()
         ended = time.perf_counter()

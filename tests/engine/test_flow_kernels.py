@@ -193,6 +193,6 @@ def test_streamed_and_whole_rows_through_all_kernels_equal_the_dense_ones(place:
         if flow.begin(row, part, is_final=len(row.ids) > 20):
             while row.steps_done < flow.shape.steps:
                 flow.step([row], store)
-            pieces.append(flow.finish(row))
+            pieces.append(flow.finish(row, store))
     assert_near(torch.cat(pieces, dim=1), want, place)
     assert_near(flow.offline_all([(voice, tokens)])[0], whole, place)

@@ -106,7 +106,7 @@ def test_incremental_flow_and_vocoder_give_the_exact_total(flow: Flow, hift: Hif
         if flow.begin(row, part, is_final):
             while row.steps_done < flow.shape.steps:
                 flow.step([row], store)
-            mels.append(flow.finish(row))
+            mels.append(flow.finish(row, store))
             waves += hift.push([lane], [mels[-1]], [is_final])
     assert float((torch.cat(mels, dim=1) - case["exact_incremental_mel"][0]).abs().max()) <= MEL_BOUND
     assert relative_rms(torch.cat(waves), case["exact_incremental_wave"][0]) <= rms_bound(name)
