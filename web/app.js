@@ -78,7 +78,7 @@ function showTurn() {
 }
 
 function showFigures(turn) {
-  const set = (id, value, unit, digits) => (value === undefined || value === null ? figure(byId(id), "–") : figure(byId(id), value.toFixed(digits), unit));
+  const set = (id, value, unit, digits) => figure(byId(id), value?.toFixed(digits), unit);
   set("first", turn.marks.first, "ms", 0);
   set("factor", turn.realTime, "", 2);
   set("lead", turn.leads.at(-1)?.[1], "s", 1);
@@ -137,8 +137,7 @@ function showState() {
 
 function showLoss() {
   if (connection.state === "lost") {
-    const wait = Math.ceil((connection.retryAt - performance.now()) / 1000);
-    const words = `The server can't be reached; trying again in ${wait} s. Nothing you have written is lost.`;
+    const words = "The server can't be reached; trying again until it is. Nothing you have written is lost.";
     notice(byId("lost"), words, button("Try now", () => connection.connect()));
   } else if (connection.state === "locked") askForKey();
   else if (connection.state !== "connecting") notice(byId("lost"));
@@ -146,13 +145,17 @@ function showLoss() {
 
 function askForKey() {
   const field = make("input", { type: "password", autocomplete: "off", ariaLabel: "Key" });
-  notice(byId("lost"), "This server asks its callers for a key.", field, button("Connect", () => connection.unlock(field.value)));
+  const words = connection.isKeyRefused ? "That key is not known here. Another one?" : "This server asks its callers for a key.";
+  notice(byId("lost"), words, field, button("Connect", () => connection.unlock(field.value)));
   field.focus();
 }
 
 // ---- keys
 
-byId("stop").addEventListener("click", (event) => speaker.stop(event.timeStamp));
+byId("stop").addEventListener("click", (event) => {
+  speaker.stop(event.timeStamp);
+  byId("speak").focus(); // a disabled button would keep it
+});
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") speaker.stop(event.timeStamp);
 });

@@ -7,11 +7,19 @@ export class Barge {
   constructor(speaker, onagain) {
     this._speaker = speaker;
     this._ear = null;
-    byId("barge").addEventListener("click", (event) => speaker.stop(event.timeStamp));
+    byId("barge").addEventListener("click", (event) => {
+      speaker.stop(event.timeStamp);
+      byId("same").focus();
+    });
     byId("ear").addEventListener("change", (event) => (event.target.checked ? this._listen() : this._rest()));
-    byId("same").addEventListener("click", () => onagain(speaker.turn, speaker.turn.seed));
-    byId("next").addEventListener("click", () => onagain(speaker.turn, nextSeed(speaker.turn.seed)));
-    byId("rest").addEventListener("click", () => onagain(speaker.turn, speaker.turn.seed, [unheard(speaker.turn)]));
+    const again = (id, choose) =>
+      byId(id).addEventListener("click", () => {
+        onagain(speaker.turn, ...choose(speaker.turn));
+        byId("barge").focus();
+      });
+    again("same", (turn) => [turn.seed]);
+    again("next", (turn) => [nextSeed(turn.seed)]);
+    again("rest", (turn) => [turn.seed, [unheard(turn)]]);
   }
 
   show() {
@@ -19,8 +27,7 @@ export class Barge {
     byId("barge").disabled = !isSounding;
     byId("again").hidden = isSounding || turn === null || turn.seed === null;
     byId("rest").hidden = turn === null || !unheard(turn).trim();
-    if (turn?.marks.silent !== undefined) figure(byId("stopped"), Math.round(turn.marks.silent), "ms");
-    else figure(byId("stopped"), "–");
+    figure(byId("stopped"), turn?.marks.silent?.toFixed(0), "ms");
     byId("heard").textContent = turn === null ? "" : account(turn);
   }
 

@@ -4,7 +4,7 @@
 //        "starting"    connected, but the engine has no voices to offer yet
 //        "ready"       speak
 //        "leaving"     the server is being restarted; what is open may finish
-//        "lost"        will try again at `retryAt`
+//        "lost"        will try again
 //        "locked"      the server asks for a key
 import { Rill, speechUrl } from "./rill.js";
 
@@ -19,7 +19,7 @@ export class Connection extends EventTarget {
     this.state = "connecting";
     this.rill = null;
     this.voices = [];
-    this.retryAt = null;
+    this.isKeyRefused = false; // the one that was given last
     this._waitMs = RETRY_MS[0];
     this._timer = null;
     this._ticket = new URLSearchParams(location.search).get("ticket"); // of a page behind somebody's own server
@@ -77,9 +77,8 @@ export class Connection extends EventTarget {
 
   _lose() {
     this.rill = null;
-    this.retryAt = performance.now() + this._waitMs * (0.75 + 0.5 * Math.random());
+    this._timer = setTimeout(() => this.connect(), this._waitMs * (0.75 + 0.5 * Math.random()));
     this._waitMs = Math.min(2 * this._waitMs, RETRY_MS[1]);
-    this._timer = setTimeout(() => this.connect(), this.retryAt - performance.now());
     this._show("lost");
   }
 
@@ -89,7 +88,8 @@ export class Connection extends EventTarget {
     this._ticket = null; // it opens one connection
     if (key !== null) {
       const answer = await fetch("ticket", { headers: { Authorization: `Bearer ${key}` } });
-      if (answer.status === 401) sessionStorage.removeItem("rill-key");
+      this.isKeyRefused = answer.status === 401;
+      if (this.isKeyRefused) sessionStorage.removeItem("rill-key");
       if (answer.ok) ticket = (await answer.json()).ticket;
     }
     return ticket ? `${speechUrl()}?ticket=${encodeURIComponent(ticket)}` : speechUrl();

@@ -19,6 +19,7 @@ export class Ear {
   }
 
   close() {
+    this._onblock = () => {}; // blocks that are on their way
     for (const track of this._stream?.getTracks() ?? []) track.stop();
     this._context?.close();
   }

@@ -13,13 +13,16 @@ export function button(words, onclick, properties = {}) {
   return make("button", { type: "button", onclick, ...properties }, words);
 }
 
-/** A figure with its unit in small: 312 ms. */
-export function figure(element, value, unit = "") {
-  element.replaceChildren(String(value), ...(unit ? [make("small", {}, unit)] : []));
+/** A figure with its unit in small: 312 ms. Without a value, a dash. */
+export function figure(element, value = null, unit = "") {
+  element.classList.toggle("none", value === null);
+  if (value === null) element.textContent = "–";
+  else element.replaceChildren(String(value), ...(unit ? [make("small", {}, unit)] : []));
 }
 
 /** What is wrong, with what can be done about it; nothing takes it away again. */
 export function notice(element, words = "", ...actions) {
+  if (element.firstElementChild?.textContent === words) return; // it has been read out, and may have the focus
   element.replaceChildren(...(words ? [make("p", {}, words), ...actions] : []));
   element.hidden = !words;
 }

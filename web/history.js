@@ -9,26 +9,25 @@ export class History {
   constructor(speaker, onagain) {
     this._speaker = speaker;
     this._onagain = onagain;
-    this._turns = [];
-    this._items = new Map();
+    this._items = new Map(); // by turn, the oldest first
   }
 
-  /** A new turn, or one that has changed. */
+  /** A turn that is over, for the first time or again. */
   take(turn) {
-    if (turn.samples === 0) return;
-    const item = this._item(turn);
-    if (this._items.has(turn)) this._items.get(turn).replaceWith(item);
-    else {
-      byId("history").prepend(item);
-      this._turns.push(turn);
-    }
-    this._items.set(turn, item);
+    if (turn.samples === 0 || this._items.has(turn)) return;
+    this._items.set(turn, this._item(turn));
+    byId("history").prepend(this._items.get(turn));
     byId("nothing").hidden = true;
-    while (this._turns.length > 1 && this._turns.reduce((sum, one) => sum + one.seconds, 0) > KEPT_S) this._forget(this._turns.shift());
+    while (this._items.size > 1 && this._seconds > KEPT_S) this._forgetOldest();
   }
 
-  _forget(turn) {
-    this._items.get(turn).remove();
+  get _seconds() {
+    return [...this._items.keys()].reduce((sum, turn) => sum + turn.seconds, 0);
+  }
+
+  _forgetOldest() {
+    const [turn, item] = this._items.entries().next().value;
+    item.remove();
     this._items.delete(turn);
   }
 
@@ -37,7 +36,7 @@ export class History {
     const first = turn.marks.first === undefined ? [] : [`first audio ${milliseconds(turn.marks.first)}`];
     const how = [voiceName, `seed ${turn.seed}`, seconds(turn.seconds), ...first, ...(turn.state === "whole" ? [] : [turn.state])];
     const name = `rill-${voice}-${turn.seed}.wav`.replace(/[^\w.-]/g, "_");
-    const act = (words, title, onclick) => button(words, onclick, { className: "plain", title });
+    const act = (words, title, onclick) => button(words, onclick, { className: "plain", title, ariaLabel: `${words}: ${turn.text.slice(0, 40)}` });
     return make(
       "li",
       {},

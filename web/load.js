@@ -56,7 +56,7 @@ export class Load {
     byId("run").disabled = state !== "ready" && this._rill === null;
     if (rill) byId("streams").max = Math.min(rill.ready.limits.contexts, 32);
     byId("count").value = byId("streams").value;
-    if (this._rill === null) this._lay();
+    if (!byId("bars").classList.contains("running")) this._lay();
   }
 
   /** A bar for each stream. */
@@ -77,6 +77,7 @@ export class Load {
     this._startedAt = performance.now();
     this._listeners = Array.from({ length: Number(byId("streams").value) }, () => new Listener());
     this._lay();
+    byId("bars").classList.add("running");
     for (const listener of this._listeners) this._speak(listener);
     this._timer = setInterval(() => this._draw(), DRAW_MS);
     this._poll();

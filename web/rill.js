@@ -20,6 +20,7 @@ import { encode } from "./vendor/msgpack/encode.mjs";
 
 export const RATE_HZ = 24000;
 const PIECE_CHARS = 8000; // of one `text` message: at most 32 KB of UTF-8
+const GREETING_MS = 10_000; // the longest wait for it
 const PART_BYTES = 48 * 1024; // of a recording, in one `voice_put`
 
 export class RillError extends Error {
@@ -41,7 +42,12 @@ export class Rill {
   static connect(url = speechUrl()) {
     return new Promise((resolve, reject) => {
       const rill = new Rill(new WebSocket(url, "rill.v1"));
-      rill._greeted = { resolve: () => resolve(rill), reject };
+      const timer = setTimeout(() => rill.abandon(), GREETING_MS);
+      const settle = (how) => (value) => {
+        clearTimeout(timer);
+        how(value);
+      };
+      rill._greeted = { resolve: settle(() => resolve(rill)), reject: settle(reject) };
     });
   }
 

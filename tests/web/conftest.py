@@ -9,6 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ import pytest
 from tests.e2e.conftest import Rill, end, profile, start
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Request, WebSocket
+    from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Request, WebSocket, WebSocketRoute
 
 Floats = npt.NDArray[np.float32]
 
@@ -140,17 +141,19 @@ def rill(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rill]:
     assert end(running.process) == 0
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """Ended with the package: while it lives its event loop keeps others from running."""
+    """Ended with its module: while it lives its event loop keeps others from running."""
     if CHROMIUM is None:
         pytest.skip("no Chromium here: the page was not tested in a browser (Debian: apt-get install chromium)")
     api = pytest.importorskip("playwright.sync_api", reason="no Playwright here: pip install -e '.[web]'")
     arguments = [*WITH_MICROPHONE, *(["--no-sandbox"] if os.geteuid() == 0 else [])]
     with api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
-        yield browser
-        browser.close()
+        try:
+            yield browser
+        finally:
+            browser.close()
 
 
 MakeScreen = Callable[..., Screen]
@@ -158,10 +161,13 @@ MakeScreen = Callable[..., Screen]
 
 @pytest.fixture
 def make_screen(browser: Browser, rill: Rill) -> Iterator[MakeScreen]:
-    """Opens pages at the server, ready to speak. `rate_hz`: of the browser's sound, whatever it is asked for."""
+    """Opens pages at the server, ready to speak. `rate_hz`: of the browser's sound, whatever it is asked for;
+    `model`: what the server says that it runs."""
     opened: list[BrowserContext] = []
 
-    def make(*, rate_hz: int | None = None, **options: Any) -> Screen:
+    def make(
+        *, rate_hz: int | None = None, model: str | None = None, address: str = rill.address, **options: Any
+    ) -> Screen:
         context = browser.new_context(**{"viewport": {"width": 1200, "height": 900}, **options})
         opened.append(context)
         context.set_default_timeout(PATIENCE_MS)
@@ -173,13 +179,26 @@ def make_screen(browser: Browser, rill: Rill) -> Iterator[MakeScreen]:
         screen.page.on("console", screen.complain)
         screen.page.on("pageerror", lambda error: screen.complaints.append(str(error)))
         screen.page.on("requestfailed", lambda request: screen.complaints.append(_failed(request)))
-        screen.page.goto(rill.address)
-        screen.page.wait_for_selector(READY)
+        if model is not None:
+            screen.page.route_web_socket("**/v1/speech", partial(_rename, model))
+        screen.page.goto(address)
+        screen.page.wait_for_selector(f"{READY}, #status[data-state=locked]")
         return screen
 
     yield make
     for context in opened:
         context.close()
+
+
+def _rename(model: str, socket: WebSocketRoute) -> None:
+    """The server, as if it ran another model."""
+    server = socket.connect_to_server()
+
+    def to_page(data: str | bytes) -> None:
+        message = msgpack.unpackb(data)
+        socket.send(msgpack.packb({**message, "model": model}) if message["t"] == "ready" else data)
+
+    server.on_message(to_page)
 
 
 def _failed(request: Request) -> str:

@@ -7,12 +7,14 @@ import os
 import re
 import signal
 import wave
+from pathlib import Path
 
 import numpy as np
 import pytest
 import soxr
 
-from tests.e2e.conftest import READY_S, Rill, wait_until
+from gateway.admission import digest, make_key
+from tests.e2e.conftest import READY_S, Rill, end, profile, start, wait_until
 from tests.web.conftest import READY, Floats, MakeScreen, Screen
 
 SHORT = "Good morning to you."
@@ -101,6 +103,19 @@ def test_what_is_typed_while_it_speaks_is_said_in_the_same_context_and_can_be_re
 def test_text_with_nothing_to_say_says_so(screen: Screen) -> None:
     screen.speak("...")
     assert "nothing to say" in screen.page.inner_text("#notice")
+
+
+def test_a_model_that_follows_instructions_is_given_them(make_screen: MakeScreen) -> None:
+    plain, steered = make_screen(), make_screen(model="Fun-CosyVoice3-0.5B-2512")
+    assert plain.page.is_hidden("#instruct")
+    steered.page.fill("#instruct", "calmly, as to a child")
+    steered.page.fill("#lang", "en")
+    steered.page.press("#text", "Enter")
+    steered.until("!document.getElementById('stop').disabled")
+    steered.page.keyboard.press("Escape")
+    steered.until("document.getElementById('heard').textContent.includes('let go')")
+    (request,) = (message for message in steered.sent if message["t"] == "open")
+    assert (request["instruct"], request["lang"]) == ("calmly, as to a child", "en")
 
 
 def test_an_example_can_be_undone(screen: Screen) -> None:
@@ -261,6 +276,27 @@ def test_a_killed_engine_is_told_and_the_same_seed_goes_on(make_screen: MakeScre
     screen.wait_for_sound()
     first, again = (message for message in screen.received if message["t"] == "opened")
     assert first["seed"] == again["seed"]
+
+
+@pytest.mark.slow
+def test_a_server_that_asks_for_a_key_is_given_one(make_screen: MakeScreen, tmp_path: Path) -> None:
+    key = make_key()
+    config = profile(tmp_path, "cpu")
+    config.write_text(f'{config.read_text()}[gateway.keys.ada]\nsha256 = "{digest(key)}"\n')
+    rill = start(config)
+    try:
+        screen = make_screen(address=rill.address)
+        assert "asks its callers for a key" in screen.page.inner_text("#lost")
+        screen.page.fill("#lost input", "wrong")
+        screen.page.click("#lost >> text=Connect")
+        screen.page.wait_for_selector("#lost >> text=not known here")
+        screen.page.fill("#lost input", key)
+        screen.page.click("#lost >> text=Connect")
+        screen.page.wait_for_selector(READY)
+        screen.speak(SHORT)
+        assert np.any(screen.heard())
+    finally:
+        end(rill.process)
 
 
 # ---- for everyone

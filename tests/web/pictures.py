@@ -1,0 +1,69 @@
+"""The pictures of the page: `python -m tests.web.pictures` writes web/page.png, page-dark.png and page-phone.png, at a
+server of its own or at --url. They show a real utterance, so they are best taken while the machine does nothing else."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+from pathlib import Path
+
+from playwright.sync_api import Browser, sync_playwright
+
+from gateway.cli import DEFAULT_PROFILE, own_server
+from tests.web.conftest import CHROMIUM, READY
+
+WEB = Path(__file__).resolve().parents[2] / "web"
+TEXT = "The river is low in summer, and the stones along its bed are warm. Listen: it still talks all night."
+SEED = "7"
+SPOKEN_S = 3.4  # of the utterance when the picture is taken
+SIZES = {
+    "page.png": {"viewport": {"width": 1200, "height": 940}},
+    "page-dark.png": {"viewport": {"width": 1200, "height": 940}, "color_scheme": "dark"},
+    "page-phone.png": {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True},
+}
+
+
+def take(browser: Browser, address: str, name: str, folder: Path) -> None:
+    """The page in the middle of an utterance; once before without a picture, so that everything is warm."""
+    context = browser.new_context(device_scale_factor=1.5, **SIZES[name])  # type: ignore[arg-type]
+    page = context.new_page()
+    page.goto(address)
+    page.wait_for_selector(READY)
+    page.fill("#text", TEXT)
+    page.fill("#seed", SEED)
+    for _ in range(2):
+        page.click("#speak")
+        page.wait_for_selector("#events >> text=First audio")
+        page.wait_for_timeout(1000 * SPOKEN_S)
+        page.screenshot(path=folder / name)
+        page.keyboard.press("Escape")
+        page.wait_for_selector(READY)
+    context.close()
+
+
+def take_all(address: str, folder: Path) -> None:
+    arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
+        try:
+            for name in SIZES:
+                take(browser, address, name, folder)
+        finally:
+            browser.close()
+
+
+async def take_at_own_server(folder: Path) -> None:
+    async with own_server(DEFAULT_PROFILE) as address:
+        await asyncio.to_thread(take_all, address, folder)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--url", help="a running server's address")
+    parser.add_argument("--folder", type=Path, default=WEB)
+    options = parser.parse_args()
+    if options.url:
+        take_all(options.url, options.folder)
+    else:
+        asyncio.run(take_at_own_server(options.folder))
