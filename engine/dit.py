@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.attention import Attend, AttendLayer, Units, rotate_head0
+from engine.attention import Attend, AttendLayer, Units, Whole, rotate_head0
 
 NORM_EPS = 1e-6
 TIME_FREQUENCIES = 128
@@ -316,6 +316,13 @@ class Packed:
     def conv_mish(self, x: Tensor, index: int) -> Tensor:
         """Position convolution 0 or 1 over x [B, 30 + T, D] -> [B, T, D]."""
         return F.mish(self.convs[index](x.transpose(1, 2))).transpose(1, 2)
+
+    def conv_mish_rows(self, h: Tensor, whole: Whole, index: int) -> Tensor:
+        """The same over whole rows laid end to end, each behind zeros of its own: h [2, F, D] -> [2, F, D]."""
+        context = self.convs[index].kernel_size[0] - 1
+        gapped = h.new_zeros(2, h.shape[1] + context * len(whole.lengths), h.shape[2])
+        gapped[:, whole.places] = h
+        return Packed.conv_mish(self, gapped, index)[:, whole.places - context]
 
     def normed(self, h: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
         """h [U, 2, w, D]; shift, scale [U, D]."""

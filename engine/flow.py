@@ -15,7 +15,7 @@ body serves the CPU, where it runs as it is, and CUDA, where it is captured once
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 
@@ -51,6 +51,7 @@ from engine.noise import MAX_FRAMES, flow_noise
 __all__ = ["FRAMES_PER_TOKEN", "Flow", "FlowError", "FlowPrefix", "FlowRow", "FlowShape", "FlowStore", "FlowVoice"]
 
 NO_TOKEN = -1
+WHOLE_FRAMES = 32_768  # of whole rows solved in one call: 2 GB of activations in bfloat16, and its products are large
 
 
 class FlowError(Exception):
@@ -642,17 +643,25 @@ class Flow(nn.Module):
         return [mel[start:].T for mel, start in zip(mels, given, strict=True)]
 
     def _solve_whole(self, voices: list[FlowVoice], ids: list[list[int]]) -> list[Tensor]:
-        """Mel [T, M] of each row, its prompt's frames included."""
+        """Mel [T, M] of each row, its prompt's frames included; as many rows at a time as memory is meant for."""
         lengths = [FRAMES_PER_TOKEN * len(row) for row in ids]
         check_frames(max(lengths))
+        mels: list[Tensor] = []
+        for group in groups_of(lengths, WHOLE_FRAMES):
+            mels += self._solve_group(voices[group], ids[group], lengths[group])
+        return mels
+
+    def _solve_group(self, voices: list[FlowVoice], ids: list[list[int]], lengths: list[int]) -> list[Tensor]:
         whole = Whole.of(lengths, self.shape.context, self.device)
         attend = self._rows_attention(whole)
-        tables, x = self.tables(), self.tables().noise[whole.positions][None]  # [1, F, M]
+        tables, net = self.tables(), self.tables().net
+        x = tables.noise[whole.positions][None]  # [1, F, M]
         base = self._whole_base(voices, ids, lengths)[None]
         for step in tables.steps.split(1):
-            h = tables.net.entered(x, base, tables.steps[:1])
-            velocity = tables.net.velocity(self._whole_conv_pos(h, whole) + h, step, attend)
-            x = moved(x, velocity, tables.spans[step], 1 + self.shape.cfg)
+            entered = h = net.entered(x, base, tables.steps[:1])  # [1, 2, F, D]
+            for index in range(2):
+                h = net.conv_mish_rows(h[0], whole, index)[None]
+            x = moved(x, net.velocity(h + entered, step, attend), tables.spans[step], 1 + self.shape.cfg)
         return list(x[0].split(lengths))
 
     def _rows_attention(self, whole: Whole) -> AttendLayer:
@@ -667,20 +676,11 @@ class Flow(nn.Module):
         hidden = self._looked_ahead(to_device(flat, self.device)[None])[0, to_device(at, self.device)]
         mu = hidden.repeat_interleave(FRAMES_PER_TOKEN, dim=0)  # [F, M]
         cond = torch.zeros_like(mu)
-        for part, voice in zip(cond.split(lengths), voices, strict=True):
-            part[: len(voice.mel)].copy_(voice.mel[: len(part)])
+        given = [(part, voice.mel[: len(part)]) for part, voice in zip(cond.split(lengths), voices, strict=True)]
+        copy_all([(part[: len(mel)], mel) for part, mel in given if len(mel)])
         speakers = self.speaker(torch.stack([voice.embedding for voice in voices]))
         spread = [speaker.expand(length, -1) for speaker, length in zip(speakers, lengths, strict=True)]
         return self._base(cond, mu, torch.cat(spread))
-
-    def _whole_conv_pos(self, h: Tensor, whole: Whole) -> Tensor:
-        """Position convolutions of h [1, 2, F, D], each row behind zeros of its own."""
-        context = self.shape.context
-        gapped = h.new_zeros(2, h.shape[2] + context * len(whole.lengths), h.shape[3])
-        for index in range(2):
-            gapped[:, whole.places] = h[0]
-            h = self.tables().net.conv_mish(gapped, index)[None, :, whole.places - context]
-        return h
 
     def tables(self) -> Tables:
         if self._tables is None:
@@ -704,6 +704,17 @@ class Flow(nn.Module):
 def check_frames(frames: int) -> None:
     if frames > MAX_FRAMES:
         raise TooManyFrames(f"{frames} frames with the prompt, the fixed noise covers {MAX_FRAMES}")
+
+
+def groups_of(sizes: Sequence[int], most: int) -> Iterator[slice]:
+    """Neighbours that are together no larger than this, if they aren't alone."""
+    start, total = 0, 0
+    for place, size in enumerate(sizes):
+        if place > start and total + size > most:
+            yield slice(start, place)
+            start, total = place, 0
+        total += size
+    yield slice(start, len(sizes))
 
 
 def copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -84,6 +84,9 @@ class FusedPacked(Packed):
     def conv_mish(self, x: Tensor, index: int) -> Tensor:
         return conv_mish(x, self.taps[index], self.convs[index].bias)
 
+    def conv_mish_rows(self, h: Tensor, whole: Whole, index: int) -> Tensor:
+        return conv_mish(h.contiguous(), self.taps[index], self.convs[index].bias, whole.positions)
+
     def normed(self, h: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
         return gated_norm(h, None, None, shift, scale)[1]
 
@@ -246,11 +249,14 @@ def tap_major(conv: nn.Conv1d) -> Tensor:
     return conv.weight.unflatten(0, (conv.groups, -1)).permute(0, 3, 2, 1).contiguous()
 
 
-def conv_mish(x: Tensor, taps: Tensor, bias: Tensor) -> Tensor:
-    """x [B, K - 1 + T, D] -> Mish of the convolution, [B, T, D]."""
+def conv_mish(x: Tensor, taps: Tensor, bias: Tensor, positions: Tensor | None = None) -> Tensor:
+    """x [B, K - 1 + T, D] -> Mish of the convolution, [B, T, D].
+
+    With positions [T] x is [B, T, D], and a frame sees zeros before position 0 of its row.
+    """
     groups, kernel, width, _ = taps.shape
     batch, length, dim = x.shape
-    frames = length - kernel + 1
+    frames = length - kernel + 1 if positions is None else length
     out = x.new_empty(batch, frames, dim)
     rows = batch * frames
     block = 32 if rows <= 400 else 64 if rows <= 6400 else 128
@@ -258,10 +264,12 @@ def conv_mish(x: Tensor, taps: Tensor, bias: Tensor) -> Tensor:
         x.contiguous(),
         taps,
         bias,
+        x if positions is None else positions,
         out,
         rows,
         frames,
         dim,
+        IS_WHOLE=positions is not None,
         KERNEL=kernel,
         WIDTH=width,
         BLOCK=block,
@@ -276,10 +284,12 @@ def conv_mish_kernel(
     x,
     taps,
     bias,
+    positions,
     out,
     num_rows,
     frames,
     dim,
+    IS_WHOLE: tl.constexpr,
     KERNEL: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -288,13 +298,20 @@ def conv_mish_kernel(
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real = (row < num_rows)[:, None]
     channel = tl.arange(0, WIDTH)
-    # Output frame t of a batch row reads frames t .. t + KERNEL - 1 of it.
-    first = (row // frames).to(tl.int64) * (frames + KERNEL - 1) + row % frames
+    if IS_WHOLE:
+        first = row.to(tl.int64) - (KERNEL - 1)
+        missing = KERNEL - 1 - tl.load(positions + row % frames)
+    else:
+        # Output frame t of a batch row reads frames t .. t + KERNEL - 1 of it.
+        first = (row // frames).to(tl.int64) * (frames + KERNEL - 1) + row % frames
     from_x = x + first[:, None] * dim + group * WIDTH + channel[None, :]
     from_taps = taps + (group * KERNEL * WIDTH + channel)[:, None] * WIDTH + channel[None, :]
     acc = tl.zeros((BLOCK, WIDTH), dtype=tl.float32)
-    for _ in range(KERNEL):
-        acc = tl.dot(tl.load(from_x, mask=real, other=0.0), tl.load(from_taps), acc, input_precision="ieee")
+    for tap in range(KERNEL):
+        there = real
+        if IS_WHOLE:
+            there = real & (tap >= missing)[:, None]
+        acc = tl.dot(tl.load(from_x, mask=there, other=0.0), tl.load(from_taps), acc, input_precision="ieee")
         from_x += dim
         from_taps += WIDTH * WIDTH
     acc += tl.load(bias + group * WIDTH + channel).to(tl.float32)[None, :]

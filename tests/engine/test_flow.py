@@ -12,7 +12,7 @@ from torch import Tensor
 
 import engine.attention as attention
 from engine.cache import OutOfPages
-from engine.flow import Flow, FlowPrefix, FlowRow, FlowShape, FlowStore, FlowVoice, TooManyFrames
+from engine.flow import Flow, FlowPrefix, FlowRow, FlowShape, FlowStore, FlowVoice, TooManyFrames, groups_of
 from engine.flow_graphs import FlowGraphs, cheapest
 from engine.graphs import Graphs
 from engine.noise import flow_noise
@@ -329,13 +329,21 @@ def feed(flow: Flow, row: FlowRow, tokens: Tensor, sent: list[int], i: int) -> b
     return row.is_staged
 
 
+@pytest.mark.parametrize("most", [1, 150, 1_000])
 @pytest.mark.parametrize("count", [1, 3])
-def test_whole_rows_laid_end_to_end_equal_each_alone(small: Flow, count: int) -> None:
+def test_whole_rows_laid_end_to_end_equal_each_alone(
+    small: Flow, count: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.flow.WHOLE_FRAMES", most)
     sizes = [(37, 60), (0, 5), (80, 1)][:count]
     requests = [(make_voice(prompt, prompt), make_tokens(tokens, tokens)) for prompt, tokens in sizes]
     mels = small.offline_all([(voice, tokens.tolist()) for voice, tokens in requests])
     for mel, (voice, tokens) in zip(mels, requests, strict=True):
         assert error(mel, offline(small, voice, tokens, streaming=False)) < EXACT
+
+
+def test_whole_rows_are_grouped_by_what_memory_is_meant_for() -> None:
+    assert list(groups_of([5, 3, 9, 1, 1], 8)) == [slice(0, 2), slice(2, 3), slice(3, 5)]
 
 
 def test_a_last_hop_may_look_both_ways_as_the_reference_does(small: Flow) -> None:

@@ -124,6 +124,14 @@ def test_position_convolution(place: Place, nets: tuple[Packed, Packed], batch: 
 
 
 @torch.inference_mode()
+def test_position_convolution_of_whole_rows(place: Place, nets: tuple[Packed, Packed]) -> None:
+    whole = Whole.of([7, 40, 1], 30, torch.device(place[0]))
+    h = draw(place, 2, 48, place[1].dim)
+    for index in range(2):
+        assert_near(nets[1].conv_mish_rows(h, whole, index), nets[0].conv_mish_rows(h, whole, index), place)
+
+
+@torch.inference_mode()
 def test_feed_forward(place: Place, nets: tuple[Packed, Packed]) -> None:
     a = draw(place, 2, 2, 50, place[1].dim)
     twin, fused = (net.hidden(a, net.blocks[0]) for net in nets)
