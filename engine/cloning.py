@@ -119,9 +119,12 @@ class Cloning:
             await self._child.close()
 
     def _drop(self, link: int, message: VoiceDrop) -> None:
+        """A voice that is gone already, or never was, is dropped as well; one that is there for others is not."""
+        answer = VoiceDropped(context=message.context, epoch=message.epoch)
         if self._store.drop(message.voice, message.owner):
-            answer = VoiceDropped(context=message.context, epoch=message.epoch)
             self._post([*self._news(), (link, answer)])
+        elif message.voice not in self._store:
+            self._post([(link, answer)])
         else:
             self._fail(link, message, "unknown_voice", "no voice of yours has this id")
 

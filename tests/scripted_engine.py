@@ -198,13 +198,15 @@ class Link:
 
     def drop_voice(self, message: VoiceDrop) -> None:
         owners = self.engine.owners(message.voice)
-        if owners.pop(message.owner, None) is None:
+        is_there = message.voice in (*self.engine.script.voices, *self.engine.kept)
+        if owners.pop(message.owner, None) is not None:
+            kept = self.engine.kept.pop(message.voice)
+            if owners:
+                self.engine.kept[message.voice] = dataclasses.replace(kept, owners=owners)
+            self.engine.tell_voices()
+        elif is_there:
             self.fail(message, "unknown_voice", "no voice of yours has this id", retry=False)
             return
-        kept = self.engine.kept.pop(message.voice)
-        if owners:
-            self.engine.kept[message.voice] = dataclasses.replace(kept, owners=owners)
-        self.engine.tell_voices()
         self.out.append(VoiceDropped(context=message.context, epoch=message.epoch))
 
     def feed(self, context: Context, message: Clause | End | Credit) -> None:
