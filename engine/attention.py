@@ -342,7 +342,7 @@ def paged_back_ends(dtype: torch.dtype) -> dict[str, Paged]:
     """Those that are installed and take this dtype; torch's own is always there, and first."""
     found: dict[str, Paged] = {"torch": GatheredPaged}
     if has_kernels(dtype):
-        found["triton"] = import_module("engine.flow_kernels").FusedPaged
+        found |= import_module("engine.flow_kernels").paged_launches(dtype)
     if dtype in (torch.bfloat16, torch.float16) and is_installed("flash_attn_interface"):
         found["fa3"] = FlashPaged
     return found
@@ -352,7 +352,7 @@ def rows_back_ends(dtype: torch.dtype) -> dict[str, Rows]:
     """Those that are installed and take this dtype; torch's own, row by row, is always there, and first."""
     found: dict[str, Rows] = {"torch": EachRow}
     if has_kernels(dtype):
-        found["triton"] = import_module("engine.flow_kernels").FusedRows
+        found |= import_module("engine.flow_kernels").rows_launches(dtype)
     if dtype in (torch.bfloat16, torch.float16):
         for name, (module, function) in VARLEN.items():
             if is_installed(module):

@@ -7,13 +7,15 @@ operands are never cut to TF32. Parity with the twins: tests/engine/test_flow_ke
 from __future__ import annotations
 
 import math
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from engine.attention import Angles, Units, Whole
+from engine.attention import Angles, Paged, Rows, Units, Whole
 from engine.dit import NORM_EPS, Block, Estimator, Modulations, Packed
 
 LOG2_E = 1.4426950408889634
@@ -360,15 +362,45 @@ def absorb(q, k, v, seen, scale, most, total, acc):
     return now, total, acc
 
 
+class Launch(NamedTuple):
+    """How a kernel is compiled: which is quickest differs by chip and by size."""
+
+    warps: int
+    stages: int
+    queries: int = 0  # of a program, where pages don't give it
+    keys: int = 0  # of a turn of its loop
+
+    def __str__(self) -> str:
+        tile = f"{self.queries}x{self.keys}, " if self.keys else ""
+        return f"triton ({tile}{self.warps} warps, {self.stages} stages)"
+
+
+# By whether the numbers are float32; the first one is taken where nothing is measured.
+PAGED_LAUNCHES = {True: [Launch(8, 1)], False: [Launch(4, 3), Launch(4, 2), Launch(4, 4), Launch(2, 3)]}
+ROWS_LAUNCHES = {
+    True: [Launch(4, 1, 32, 32)],
+    False: [Launch(8, 3, 128, 64), Launch(8, 2, 128, 128), Launch(4, 3, 64, 64)],
+}
+
+
+def paged_launches(dtype: torch.dtype) -> dict[str, Paged]:
+    return {str(one): partial(FusedPaged, launch=one) for one in PAGED_LAUNCHES[dtype == torch.float32]}
+
+
+def rows_launches(dtype: torch.dtype) -> dict[str, Rows]:
+    return {str(one): partial(FusedRows, launch=one) for one in ROWS_LAUNCHES[dtype == torch.float32]}
+
+
 class FusedPaged:
     """Reads solved pages through the table and this call's chunks from qkv itself, and writes those to their pages.
 
     One program per unit, branch and head: a page is written by exactly one, and nobody reads it in the same call.
     """
 
-    def __init__(self, data: Tensor, units: Units, angles: Angles) -> None:
+    def __init__(self, data: Tensor, units: Units, angles: Angles, launch: Launch | None = None) -> None:
         assert units.width == data.shape[5], f"units of {units.width} frames, pages of {data.shape[5]}"
         self.data, self.units, self.angles = data, units, angles
+        self.launch = launch or PAGED_LAUNCHES[data.dtype == torch.float32][0]
 
     def __call__(self, layer: int, qkv: Tensor) -> Tensor:
         units, data = self.units, self.data[:, :, layer]
@@ -393,8 +425,8 @@ class FusedPaged:
             H=heads,
             E=width,
             ROWS=max(16, triton.next_power_of_2(units.width)),
-            num_warps=4 if qkv.element_size() == 2 else 8,
-            num_stages=3 if qkv.element_size() == 2 else 1,
+            num_warps=self.launch.warps,
+            num_stages=self.launch.stages,
         )
         return out
 
@@ -472,15 +504,14 @@ def paged_kernel(
 class FusedRows:
     """Whole rows laid end to end, each frame to all of its own row."""
 
-    def __init__(self, whole: Whole, angles: Angles) -> None:
-        self.whole, self.angles = whole, angles
+    def __init__(self, whole: Whole, angles: Angles, launch: Launch | None = None) -> None:
+        self.whole, self.angles, self.launch = whole, angles, launch
 
     def __call__(self, layer: int, qkv: Tensor) -> Tensor:
         heads, width = qkv.shape[-2:]
         out = qkv.new_empty(*qkv.shape[:-3], heads * width)
-        is_wide = qkv.element_size() > 2
-        block = 32 if is_wide else 128
-        rows_kernel[(triton.cdiv(self.whole.longest, block), heads, 2 * len(self.whole.lengths))](
+        launch = self.launch or ROWS_LAUNCHES[qkv.dtype == torch.float32][0]
+        rows_kernel[(triton.cdiv(self.whole.longest, launch.queries), heads, 2 * len(self.whole.lengths))](
             qkv,
             out,
             self.whole.ends,
@@ -489,10 +520,10 @@ class FusedRows:
             LOG2_E / math.sqrt(width),
             H=heads,
             E=width,
-            QUERIES=block,
-            KEYS=32 if is_wide else 64,
-            num_warps=4 if is_wide else 8,
-            num_stages=1 if is_wide else 3,
+            QUERIES=launch.queries,
+            KEYS=launch.keys,
+            num_warps=launch.warps,
+            num_stages=launch.stages,
         )
         return out
 

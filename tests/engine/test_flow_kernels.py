@@ -16,7 +16,7 @@ from engine.flow import Flow, FlowStore, FlowVoice
 
 pytest.importorskip("triton")
 
-from engine.flow_kernels import FusedPacked, FusedPaged, FusedRows
+from engine.flow_kernels import FusedPacked, FusedPaged, FusedRows, paged_launches, rows_launches
 
 SMALL = FlowShape(dim=64, depth=2, heads=2, head_dim=32, ff=128, lookahead_channels=24, vocab=40, conv_groups=4)
 FULL = FlowShape(dim=1024, depth=1, heads=16, head_dim=64, ff=2048, lookahead_channels=1024)
@@ -154,31 +154,26 @@ def test_paged_attention(place: Place) -> None:
     before = torch.full(size, float("nan")).to(device, dtype)
     before[:, :, :, :, [2, 4]] = draw(place, 10, 2, 1, 2, 2, 50, shape.heads, shape.head_dim)
     qkv = draw(place, 6, 2, 50, 3, shape.heads, shape.head_dim)
-    results = []
-    for attend in (
-        lambda data: EachPaged(data, units, [*LISTED, NOBODY], angles),
-        lambda data: GatheredPaged(data, units, angles),
-        lambda data: FusedPaged(data, units, angles),
-    ):
+    written = before.clone()
+    want = EachPaged(written, units, [*LISTED, NOBODY], angles)(0, qkv.clone())
+    for back_end in (GatheredPaged, *paged_launches(dtype).values()):
         data = before.clone()
-        results.append((attend(data)(0, qkv.clone()), data))
-    (want, written), *others = results
-    for out, data in others:
-        assert_near(out, want, place)
+        assert_near(back_end(data, units, angles)(0, qkv.clone()), want, place)
         assert torch.equal(data.isnan(), written.isnan())
         assert_near(data.nan_to_num(), written.nan_to_num(), place)
 
 
 @torch.inference_mode()
 def test_rows_attention(place: Place) -> None:
-    device, shape, _ = place
+    device, shape, dtype = place
     lengths = [70, 1, 33] if device == "cpu" else [494, 70, 1, 640]
     positions = torch.from_numpy(np.concatenate([np.arange(length) for length in lengths])).to(device)
     ends = torch.tensor(np.cumsum([0, *lengths, *lengths]), dtype=torch.int32, device=device)
     whole, angles = Whole(lengths, positions, positions, ends), angles_of(place)
     qkv = draw(place, 1, 2, len(positions), 3, shape.heads, shape.head_dim)
     want = EachRow(whole, angles)(0, qkv.clone())
-    assert_near(FusedRows(whole, angles)(0, qkv), want, place)
+    for back_end in rows_launches(dtype).values():
+        assert_near(back_end(whole, angles)(0, qkv.clone()), want, place)
 
 
 @torch.inference_mode()
