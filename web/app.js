@@ -2,7 +2,7 @@
 import { Barge } from "./barge.js";
 import { Composer, showError } from "./composer.js";
 import { Connection } from "./connection.js";
-import { button, byId, figure, make, notice } from "./elements.js";
+import { button, byId, figure, make, notice, tell } from "./elements.js";
 import { History } from "./history.js";
 import { Load } from "./load.js";
 import { OwnVoice } from "./own-voice.js";
@@ -130,7 +130,7 @@ function showState() {
   const state = isReady && isSounding ? "speaking" : connection.state;
   const words = !isSounding ? STATES[connection.state] : turn.samples ? "Speaking" : "Waiting for the first word";
   byId("status").dataset.state = state;
-  if (byId("status").textContent !== words) byId("status").textContent = words;
+  tell(byId("status"), words);
   byId("speak").disabled = !isReady;
   byId("stop").disabled = !isSounding;
 }

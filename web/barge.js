@@ -1,5 +1,5 @@
 // Talking over the voice: by a button, or by speaking, if the microphone is allowed. Then: again, or on from there.
-import { byId, figure, milliseconds, notice } from "./elements.js";
+import { byId, figure, milliseconds, notice, tell } from "./elements.js";
 import { Detector, Ear, whyDeaf } from "./ear.js";
 
 export class Barge {
@@ -28,7 +28,7 @@ export class Barge {
     byId("again").hidden = isSounding || turn === null || turn.seed === null;
     byId("rest").hidden = turn === null || !unheard(turn).trim();
     figure(byId("stopped"), turn?.marks.silent?.toFixed(0), "ms");
-    byId("heard").textContent = turn === null ? "" : account(turn);
+    tell(byId("heard"), turn === null ? "" : account(turn));
   }
 
   async _listen() {

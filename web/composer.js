@@ -19,6 +19,7 @@ export class Composer {
     this._onspeak = onspeak;
     this._text = byId("text");
     this._timer = null;
+    this._behind = null; // what is shown behind the text
     this._text.value = localStorage.getItem(KEPT) ?? EXAMPLES["A river"];
     byId("examples").append(...Object.entries(EXAMPLES).map(([name, text]) => this._example(name, text)));
     this._text.addEventListener("input", (event) => this._change(event));
@@ -59,6 +60,9 @@ export class Composer {
     const turn = this._speaker.turn;
     const text = this._text.value;
     const isItsText = turn !== null && text.startsWith(turn.text);
+    const behind = JSON.stringify([text, isItsText && [turn.text.length, this._speaker.isOpen, turn.heardUpto]]);
+    if (behind === this._behind) return;
+    this._behind = behind;
     const mark = (from, upto, className) => Object.assign(document.createElement("mark"), { textContent: text.slice(from, upto), className });
     let marks = [];
     if (isItsText && this._speaker.isOpen) marks = [mark(0, turn.text.length, "")];

@@ -27,5 +27,10 @@ export function notice(element, words = "", ...actions) {
   element.hidden = !words;
 }
 
+/** Words for a live region: the same ones are not said again. */
+export function tell(element, words) {
+  if (element.textContent !== words) element.textContent = words;
+}
+
 export const seconds = (s) => `${s.toFixed(1)} s`;
 export const milliseconds = (ms) => (ms < 1000 ? `${Math.round(ms)} ms` : `${(ms / 1000).toFixed(2)} s`);

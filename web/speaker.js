@@ -47,6 +47,7 @@ export class Speaker extends EventTarget {
     const turn = this._show(new Turn(request), true);
     const { voice, seed, lang, instruct, parts } = request;
     try {
+      if (this._connection.rill === null) throw new RillError("disconnected", "no connection", { retry: true });
       const utterance = this._connection.rill.begin({ voice, seed, lang, instruct });
       this._utterance = utterance;
       utterance.onaudio = (samples) => this._hear(turn, samples);

@@ -47,7 +47,7 @@ export class Timeline {
     const x = (ms) => (ms / longest) * width;
     const bottom = height - BOTTOM;
     const y = (s) => bottom - (s / highest) * (bottom - TOP);
-    const parts = [...this._grid(width, x, y, longest, highest)];
+    const parts = [...grid(width, y, highest)];
     if (leads.length) {
       const line = leads.map(([ms, s]) => `${x(ms).toFixed(1)},${y(s).toFixed(1)}`).join(" L");
       parts.push(svg("path", { class: "area", d: `M${x(leads[0][0])},${bottom} L${line} L${x(leads.at(-1)[0])},${bottom} Z` }));
@@ -58,17 +58,19 @@ export class Timeline {
       if (ms !== undefined) parts.push(svg("line", { class: "mark", x1: x(ms), x2: x(ms), y1: TOP, y2: bottom }));
     }
     for (const ms of turn?.underruns ?? []) parts.push(svg("line", { class: "dry", x1: x(ms), x2: x(ms), y1: bottom - 12, y2: bottom }));
-    this._chart.replaceChildren(...parts);
+    this._chart.replaceChildren(...parts, ...words(width, x, y, longest, highest));
   }
+}
 
-  *_grid(width, x, y, longest, highest) {
-    for (let s = 0; s <= highest; s += highest > 5 ? 2 : 1) {
-      yield svg("line", { class: "grid", x1: 0, x2: width, y1: y(s), y2: y(s) });
-      if (s > 0) yield text(`${s} s ahead`, { x: width, y: y(s) - 4, "text-anchor": "end" });
-    }
-    const step = [1, 2, 5, 10, 30, 60, 120, 300].find((one) => longest / 1000 / one <= 10) ?? 600;
-    for (let s = step; s * 1000 < longest * 0.98; s += step) yield text(`${s} s`, { x: x(s * 1000), y: y(0) + 14, "text-anchor": "middle" });
-  }
+const levels = (highest) => Array.from({ length: Math.ceil(highest) }, (_, s) => s).filter((s) => highest <= 5 || s % 2 === 0);
+
+const grid = (width, y, highest) =>
+  levels(highest).map((s) => svg("line", { class: "grid", x1: 0, x2: width, y1: y(s), y2: y(s) }));
+
+function* words(width, x, y, longest, highest) {
+  for (const s of levels(highest).slice(1)) yield text(`${s} s ahead`, { x: width, y: y(s) - 4, "text-anchor": "end" });
+  const step = [1, 2, 5, 10, 30, 60, 120, 300].find((one) => longest / 1000 / one <= 10) ?? 600;
+  for (let s = step; s * 1000 < longest * 0.98; s += step) yield text(`${s} s`, { x: x(s * 1000), y: y(0) + 14, "text-anchor": "middle" });
 }
 
 function entry(words, value, className = "") {

@@ -4,6 +4,7 @@ import { RATE_HZ } from "./rill.js";
 import { integers, wav } from "./wav.js";
 
 export const STEP = RATE_HZ / 100; // samples to one peak of the outline
+const MOST_LEADS = 1500; // drawn; of a longer utterance every other one goes
 const PACED_S = 4.5; // with so much in hand the server waits for the listener, which is no measure of its speed
 
 export class Turn {
@@ -66,6 +67,7 @@ export class Turn {
   follow(buffered, underruns) {
     const lead = buffered / RATE_HZ;
     if (this.marks.first !== undefined) this.leads.push([this.ms, lead]);
+    if (this.leads.length > MOST_LEADS) this.leads = this.leads.filter((_, i) => i % 2 === 0);
     if (underruns > this.underruns.length) this.underruns.push(this.ms);
     if (lead > PACED_S) this._isMeasured = true;
   }
