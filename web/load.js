@@ -2,7 +2,7 @@
 import { byId, figure, make } from "./elements.js";
 import { RATE_HZ } from "./rill.js";
 
-const POLL_MS = [1000, 4000]; // while it runs, and else
+const POLL_MS = [1000, 4000]; // while it runs or isn't connected yet, and else
 const DRAW_MS = 100;
 const FULL_S = 6; // a bar's whole height
 const TEXT =
@@ -127,7 +127,7 @@ export class Load {
   async _poll() {
     clearTimeout(this._pollTimer);
     if (!document.hidden && this._connection.rill) await this._ask().catch(() => {}); // the connection says more of it
-    this._pollTimer = setTimeout(() => this._poll(), POLL_MS[this._rill ? 0 : 1]);
+    this._pollTimer = setTimeout(() => this._poll(), POLL_MS[this._rill || !this._connection.rill ? 0 : 1]);
   }
 
   async _ask() {
