@@ -90,6 +90,7 @@ class Restarting(SpeechError):
 
 RETRY_AFTER_MS = 1_000
 LONGEST_RETRY_MS = 60_000
+INFINITY = float("inf")
 
 
 class Key(NamedTuple):
@@ -281,7 +282,8 @@ class Limits:
     waiting_s: float = 10.0
     ageing_s: float = 5.0  # a lane far ahead of its listener is served again after this at the latest
     pressed_s: float = 0.5  # while somebody runs dry within this time,
-    rest_s: float = 2.0  # talkers that are further ahead of their listeners rest
+    rest_s: float = 1.0  # rows and talkers that are further ahead of their listeners rest,
+    fill_rows: int = 8  # but a flow launch that has fewer rows is filled up: it takes hardly longer
 
 
 class Scheduler:
@@ -495,26 +497,35 @@ class Scheduler:
 
     def _plan_all(self, urgent: list[_Context], room: Room, now: float) -> Plan:
         hift = tuple(row for context in urgent if (row := self._hift_row(context)) is not None)
+        rest_from_s = now + self.limits.rest_s if self._is_pressed(urgent, now) else INFINITY
         return Plan(
-            self._talker_rows(urgent, now) if room.talker else (),
-            self._flow_rows(urgent, now) if room.flow else (),
+            self._talker_rows(urgent, rest_from_s) if room.talker else (),
+            self._flow_rows(urgent, now, rest_from_s) if room.flow else (),
             hift,
         )
 
-    def _talker_rows(self, urgent: list[_Context], now: float) -> tuple[TalkerRow, ...]:
-        """One row for each lane that may go on; prompts share out the rows of a step in their order."""
+    def _is_pressed(self, urgent: list[_Context], now: float) -> bool:
+        """Does somebody run dry soon whom the device can help?"""
         served = (c for c in urgent if c.is_streaming and not (c.is_resting or c.is_blocked))
         dry_first = next(served, None)
-        is_pressed = dry_first is not None and dry_first.due_s - now < self.limits.pressed_s
+        return dry_first is not None and dry_first.due_s - now < self.limits.pressed_s
+
+    def _talker_rows(self, urgent: list[_Context], rest_from_s: float) -> tuple[TalkerRow, ...]:
+        """One row for each lane that may go on; prompts share out the rows of a step in their order."""
         rows, prefill = [], self.limits.prefill_rows
         for context in urgent:
-            if is_pressed and context.due_s - now + context.samples_ahead / SAMPLE_RATE_HZ > self.limits.rest_s:
+            if self._may_rest(context, rest_from_s):
                 continue
             row = self._talker_row(context, prefill)
             if row is not None:
                 rows.append(row)
                 prefill -= row.rows if row.is_prompt else 0
         return tuple(rows)
+
+    def _may_rest(self, context: _Context, rest_from_s: float) -> bool:
+        """Do the talker's tokens last beyond this moment, and has the flow enough of them for its next hop?"""
+        lasts_until_s = context.due_s + context.samples_ahead / SAMPLE_RATE_HZ
+        return lasts_until_s > rest_from_s and context.runs[0].is_ready and context.runs[0].is_hop_due
 
     def _talker_row(self, context: _Context, prefill: int) -> TalkerRow | None:
         if context.lacks_talker_pages:
@@ -534,7 +545,7 @@ class Scheduler:
             return False
         return context.samples + context.samples_ahead >= context.credit + self.limits.lookahead_samples
 
-    def _flow_rows(self, urgent: list[_Context], now: float) -> tuple[FlowRow, ...]:
+    def _flow_rows(self, urgent: list[_Context], now: float, rest_from_s: float) -> tuple[FlowRow, ...]:
         """The next launch: as large as the slack of its most urgent row allows. A full response is solved in one go,
         which takes as long as many steps: next to streams only one at a time."""
         streamed: list[FlowRow] = []
@@ -544,6 +555,8 @@ class Scheduler:
         for context in urgent:
             if len(streamed) >= most:
                 break
+            if len(streamed) >= self.limits.fill_rows and self._deadline_s(context)[0] > rest_from_s:
+                continue
             row = self._flow_row(context)
             if row is None:
                 continue
