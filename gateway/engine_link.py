@@ -47,6 +47,7 @@ GREETING_S: Final = 600.0  # a big checkpoint takes its time to warm up
 PING_S: Final = 10.0
 SILENCE_S: Final = 30.0  # no word for so long, though its gauges come every second: the engine hangs
 FRAGMENT_BYTES: Final = 256 * 1024  # of one pipe message, written at once
+TURN: Final = 16  # messages that are delivered before others get their turn
 ABORTS: Final = 10_000  # cancels whose answers are awaited, to time them
 
 
@@ -136,7 +137,7 @@ class EngineLink:
             writer = asyncio.create_task(self._write(pipe), name="engine-writer")
             try:
                 while True:
-                    self._read(await self._hear(pipe))
+                    await self._read(await self._hear(pipe))
             finally:
                 writer.cancel()
                 with contextlib.suppress(asyncio.CancelledError, WebSocketException):
@@ -154,7 +155,7 @@ class EngineLink:
     async def _greet(self, pipe: ClientConnection) -> None:
         async with asyncio.timeout(GREETING_S):
             data = await pipe.recv()
-        first, *rest = _messages(data)
+        first, *rest = map(unpack, _tables(data))
         if not isinstance(first, Ready):
             raise BadPipeMessage(f"the engine began with {type(first).__name__}")
         async with asyncio.timeout(PING_S):
@@ -176,9 +177,12 @@ class EngineLink:
             for messages in _bundles(batch):
                 await pipe.send(_fragments(msgpack.packb([pack(message) for message in messages])))
 
-    def _read(self, data: str | bytes) -> None:
-        for message in _messages(data):
-            self._dispatch(message)
+    async def _read(self, data: str | bytes) -> None:
+        """All of one step, a few messages at a time: a cancel must not wait until everybody has been served."""
+        for number, table in enumerate(_tables(data), 1):
+            self._dispatch(unpack(table))
+            if number % TURN == 0:
+                await asyncio.sleep(0)
 
     def _dispatch(self, message: Message) -> None:
         match message:
@@ -241,12 +245,12 @@ def _fragments(data: bytes) -> bytes | list[bytes]:
     return [data[start : start + FRAGMENT_BYTES] for start in range(0, len(data), FRAGMENT_BYTES)]
 
 
-def _messages(data: str | bytes) -> list[Message]:
+def _tables(data: str | bytes) -> list[object]:
     """Raises BadPipeMessage or ValueError for what isn't a list of messages."""
     tables = msgpack.unpackb(data) if isinstance(data, bytes) else None
     if not isinstance(tables, list) or not tables:
         raise BadPipeMessage("a pipe message is a list of maps")
-    return [unpack(table) for table in tables]
+    return tables
 
 
 def _from_engine(message: Message) -> ToGateway:

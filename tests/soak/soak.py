@@ -47,6 +47,7 @@ SENTENCES = (
 )
 TERMINAL = ("done", "cancelled", "error")
 STEP_S = 0.1  # of the scripted engine: real time
+THINK_S = 1.0  # between turns, at most
 DEAF = 10
 ACK_MS = 50.0
 RSS_SLACK, RSS_FLOOR = 0.10, 4 << 20  # of the process, and bytes that are nobody's leak
@@ -171,6 +172,7 @@ class Crowd:
                 number += 1
                 if not await self.turn(self.chance.choice(turns)(caller, f"c{number}")):
                     break
+                await asyncio.sleep(self.chance.uniform(0, THINK_S))
             if self.chance.random() < 0.3:
                 await self.drop(caller)
             else:
