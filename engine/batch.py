@@ -185,6 +185,7 @@ class Runner:
         prompt_remainder: int = 0,
         keeps_flow: bool = True,
         is_final_causal: bool = True,
+        overlaps: bool = True,
         costs: Costs | None = None,
     ) -> None:
         self.models = models
@@ -197,6 +198,8 @@ class Runner:
         self.prefixes = Prefixes(models.flow, models.flow_store, prompt_remainder)
         self._talking: Stream[Landed] = Stream(models.device, priority=-1)
         self._sounding: Stream[Landed] = Stream(models.device)
+        if not overlaps:
+            self._talking.take_turns_with(self._sounding)
         self._no_mel = torch.empty(models.flow.shape.mel, 0, device=models.device)
         self._lanes: list[dict[Part, Segment]] = [{} for _ in range(lanes)]
         self._leases = [0] * lanes

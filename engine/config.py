@@ -140,6 +140,7 @@ class EngineConfig(_Table):
     flow_rows: int = 64  # of one flow launch at most
     flow_rows_least: int = 32  # as few as that, if the most urgent row's listener runs dry soon
     share: float = 0.0  # of the device that listeners may take by measured costs, 0.1 to 1; 0: lanes alone are counted
+    overlap: bool = True  # talker and flow run side by side on CUDA; false: their launches take turns
     graphs: bool = True  # captured at the start, on CUDA; false: eager
     last_hop: str = "causal"  # "both_ways": solved with all before it once more, as the reference does
     flow_cache: bool = True  # false: each hop solves prompt and all before it again, which benches compare with

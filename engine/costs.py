@@ -2,7 +2,8 @@
 
 Two stages run on two CUDA streams, each of which does one thing after another; what the other stream's work adds to a
 launch is part of the launch's measured time. So a stream's share of a second is its launches' time, and a number of
-listeners can be served if neither share passes the limit. Standard library only.
+listeners can be served if neither share passes the limit, or, where the streams take turns, their sum doesn't.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -62,10 +63,13 @@ class Costs:
             rows *= 2
         return min(rows, most)
 
-    def playable(self, *, lanes: int, flow_rows: int, share: float) -> int:
-        """How many of `lanes` listeners can be kept in audio, at least one; flow launches have up to flow_rows."""
-        too_many = bisect_left(range(2, lanes + 1), True, key=lambda count: max(self.load(count, flow_rows)) > share)
-        return too_many + 1
+    def playable(self, *, lanes: int, flow_rows: int, share: float, overlaps: bool = True) -> int:
+        """How many of `lanes` listeners can be kept in audio, at least one; flow launches have up to flow_rows.
+
+        overlaps: the streams run side by side, and each has a second a second; else they take turns and share it.
+        """
+        whole = max if overlaps else sum
+        return 1 + bisect_left(range(2, lanes + 1), True, key=lambda count: whole(self.load(count, flow_rows)) > share)
 
     def load(self, listeners: int, flow_rows: int) -> tuple[float, float]:
         """Shares of a second that so many listeners take: of the talker's stream, of the flow's and HiFT's."""

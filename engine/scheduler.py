@@ -277,6 +277,7 @@ class Limits:
     flow_rows: int = 64  # of one flow launch at most
     flow_rows_least: int = 32  # and at least, however urgent the first of them: smaller ones cost more for each row
     share: float = 0.0  # of each stream's time that listeners may take, by measured costs; 0: lanes alone are counted
+    overlaps: bool = True  # do the talker's launches and the flow's run side by side
     prepared_clauses: int = 3  # text work ahead of the voice
     clauses: int = 512  # of one context, not yet spoken
     waiting_s: float = 10.0
@@ -399,7 +400,9 @@ class Scheduler:
         """Counts again how many listeners the device can play; whoever is seated stays."""
         if self.limits.share:
             limits = self.limits
-            self.places = self.costs.playable(lanes=limits.lanes, flow_rows=limits.flow_rows, share=limits.share)
+            self.places = self.costs.playable(
+                lanes=limits.lanes, flow_rows=limits.flow_rows, share=limits.share, overlaps=limits.overlaps
+            )
             self._seat_waiting()
 
     def _seat_waiting(self) -> None:

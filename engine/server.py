@@ -213,6 +213,7 @@ def build(config: Config, deliver: Deliver, worker: Executor) -> Engine:
             prompt_remainder=settings.prompt_remainder,
             keeps_flow=settings.flow_cache,
             is_final_causal=settings.last_hop == "causal",
+            overlaps=settings.overlap,
             costs=costs,
         ),
         Scheduler(limits(settings), costs),
@@ -235,6 +236,7 @@ def limits(settings: EngineConfig) -> Limits:
         flow_rows=settings.flow_rows,
         flow_rows_least=settings.flow_rows_least,
         share=settings.share,
+        overlaps=settings.overlap,
         clauses=settings.clauses,
     )
 

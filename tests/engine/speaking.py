@@ -75,6 +75,7 @@ class Speaking:
             prompt_remainder=chosen.prompt_remainder,
             keeps_flow=chosen.flow_cache,
             is_final_causal=chosen.last_hop == "causal",
+            overlaps=chosen.overlap,
         )
         self.said: defaultdict[int, list[ToGateway]] = defaultdict(list)
         self.gauges: list[Gauges] = []

@@ -54,6 +54,7 @@ def test_listeners_are_playable_while_no_stream_of_the_device_is_full() -> None:
     assert sounding == pytest.approx(4 * (10 * 9e-3 + 11e-3))
     assert costs.playable(lanes=512, flow_rows=64, share=0.9) == 512  # 0.81 of a second's time
     assert costs.playable(lanes=1_000, flow_rows=64, share=0.9) == 570
+    assert costs.playable(lanes=512, flow_rows=64, share=0.9, overlaps=False) == 475  # 0.15 more for the talker
     costs.add(TALKER, 1_024, 40e-3)
     assert (
         costs.playable(lanes=1_000, flow_rows=64, share=0.9) == 256
