@@ -21,9 +21,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         config = _config(options)
-        logs.set_up(config.log)
         check_exposure(config, without_keys=options.without_keys)
-        uvloop.run(run(config, _announce, load_keys=lambda: _config(options).keys, is_leashed=options.leashed))
+        with logs.writing(config.log):
+            uvloop.run(run(config, _announce, load_keys=lambda: _config(options).keys, is_leashed=options.leashed))
     except (ConfigError, profiles.ConfigError) as error:
         print(f"gateway: {error}", file=sys.stderr)
         return 2

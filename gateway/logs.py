@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import queue
 import time
+from collections.abc import Iterator
+from logging.handlers import QueueHandler, QueueListener
 from typing import Final
 
 TEXT: Final = "text"
+WAITING: Final = 10_000
 
 
 def event(logger: logging.Logger, words: str, *, level: int = logging.INFO, **fields: str | float | None) -> None:
@@ -15,12 +20,44 @@ def event(logger: logging.Logger, words: str, *, level: int = logging.INFO, **fi
     logger.log(level, words, extra={"fields": fields})
 
 
-def set_up(style: str) -> None:
+class Behind(QueueHandler):
+    """Hands lines to a thread that writes them: whoever reads our standard error may stall, the loop must not.
+
+    At most WAITING lines wait; what comes then is dropped and counted.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(queue.Queue(WAITING))
+        self.num_dropped = 0
+
+    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
+        return record  # the thread formats it
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        try:
+            self.queue.put_nowait(record)
+        except queue.Full:
+            self.num_dropped += 1
+
+
+@contextlib.contextmanager
+def writing(style: str) -> Iterator[None]:
     """All of this process's log to the standard error. websockets logs frames, so only its worst is let through."""
     handler = logging.StreamHandler()
     handler.setFormatter(TextLines() if style == TEXT else JsonLines())
-    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    behind = Behind()
+    listener = QueueListener(behind.queue, handler)
+    logging.basicConfig(level=logging.INFO, handlers=[behind], force=True)
     logging.getLogger("websockets").setLevel(logging.CRITICAL)
+    listener.start()
+    try:
+        yield
+    finally:
+        listener.stop()
+        if behind.num_dropped:
+            handler.handle(
+                logging.makeLogRecord({"levelno": logging.WARNING, "msg": f"{behind.num_dropped} lines lost"})
+            )
 
 
 class TextLines(logging.Formatter):

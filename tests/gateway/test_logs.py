@@ -3,7 +3,10 @@ from __future__ import annotations
 import io
 import json
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -53,3 +56,22 @@ def test_both_styles_show_the_fields_and_leave_out_what_is_none() -> None:
     line = json.loads(logs.JsonLines().format(record))
     assert (line["event"], line["session"], line["samples"], line["level"]) == ("it happened", "s1", 5, "info")
     assert "why" not in line
+
+
+def test_a_reader_that_stalls_costs_lines_and_never_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "WAITING", 3)
+    behind = logs.Behind()  # with nobody who writes
+    for number in range(5):
+        behind.emit(logging.makeLogRecord({"msg": str(number)}))
+    assert (behind.queue.qsize(), behind.num_dropped) == (3, 2)
+
+
+def test_what_was_logged_is_written_before_the_end(capfd: pytest.CaptureFixture[str]) -> None:
+    code = """if True:
+        import logging
+        from gateway import logs
+        with logs.writing("json"):
+            logs.event(logging.getLogger("x"), "it happened", id=5)
+    """
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2], timeout=60)
+    assert json.loads(capfd.readouterr().err)["id"] == 5
