@@ -40,7 +40,7 @@ soak: setup-test
 
 FUZZ_S ?= 3600
 fuzz: setup-test
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check '.[fuzz]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[fuzz]'
 	PYTHONPATH=. $(BIN)/python tests/fuzz/fuzz_wire.py -max_total_time=$(FUZZ_S)
 
 # The real agents' frameworks, which are large: their own tests are skipped without them.
