@@ -17,7 +17,7 @@ const UNSTEERED = "embedded"; // the model that follows no instructions and spea
 const connection = new Connection();
 const player = new Player();
 const speaker = new Speaker(connection, player);
-const composer = new Composer(speaker, connection, speak);
+const composer = new Composer(speaker, speak);
 const barge = new Barge(speaker, again);
 const history = new History(speaker, again);
 const load = new Load(connection);
@@ -138,15 +138,26 @@ function showState() {
 function showLoss() {
   if (connection.state === "lost") {
     const words = "The server can't be reached; trying again until it is. Nothing you have written is lost.";
-    notice(byId("lost"), words, button("Try now", () => connection.connect()));
+    notice(
+      byId("lost"),
+      words,
+      button("Try now", () => connection.connect()),
+    );
   } else if (connection.state === "locked") askForKey();
   else if (connection.state !== "connecting") notice(byId("lost"));
 }
 
 function askForKey() {
   const field = make("input", { type: "password", autocomplete: "off", ariaLabel: "Key" });
-  const words = connection.isKeyRefused ? "That key is not known here. Another one?" : "This server asks its callers for a key.";
-  notice(byId("lost"), words, field, button("Connect", () => connection.unlock(field.value)));
+  const words = connection.isKeyRefused
+    ? "That key is not known here. Another one?"
+    : "This server asks its callers for a key.";
+  notice(
+    byId("lost"),
+    words,
+    field,
+    button("Connect", () => connection.unlock(field.value)),
+  );
   field.focus();
 }
 

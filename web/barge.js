@@ -1,5 +1,6 @@
 // Talking over the voice: by a button, or by speaking, if the microphone is allowed. Then: again, or on from there.
 import { byId, figure, milliseconds, notice, tell } from "./elements.js";
+import { RATE_HZ } from "./rill.js";
 import { Detector, Ear, whyDeaf } from "./ear.js";
 
 export class Barge {
@@ -36,7 +37,8 @@ export class Barge {
     this._ear = new Ear((samples, rateHz) => {
       const at = performance.now();
       const hasBegun = detector.take(samples, rateHz);
-      byId("level").firstElementChild.style.transform = `scaleX(${Math.min(1, detector.level / (2 * detector.threshold))})`;
+      byId("level").firstElementChild.style.transform =
+        `scaleX(${Math.min(1, detector.level / (2 * detector.threshold))})`;
       if (hasBegun) this._speaker.stop(at);
     });
     try {
@@ -67,5 +69,6 @@ function account(turn) {
   const { silent, released } = turn.marks;
   if (silent === undefined) return "";
   const server = released === undefined ? "" : `; the server had let go of it after ${milliseconds(released)}`;
-  return `Silent ${milliseconds(silent)} after you asked${server}. It was heard for ${(turn.heardSamples / 24000).toFixed(2)} s.`;
+  const heard = (turn.heardSamples / RATE_HZ).toFixed(2);
+  return `Silent ${milliseconds(silent)} after you asked${server}. It was heard for ${heard} s.`;
 }

@@ -1,21 +1,25 @@
 // The text and how to say it. While it is said, what is typed behind it goes to the same utterance, word by word.
-import { byId, button, notice } from "./elements.js";
+import { byId, button, make, notice } from "./elements.js";
 
 const PAUSE_MS = 1000; // without a key: what has been typed is meant
 const KEPT = "rill-text"; // the text survives a reload, too
 
 const EXAMPLES = {
   "A river": "The river is low in summer, and the stones along its bed are warm. Listen: it still talks all night.",
-  "On the phone": "Good morning, this is the clinic. Your visit is on Thursday at nine. Would you like to keep that time?",
-  "Directions": "Walk down to the old bridge, cross the water, and turn left at the mill. The house with the green door is ours.",
-  "A story": "The lamp went out, and the whole house was still. Then, from the far end of the hall, somebody began to sing. It was an old song about the sea, and the boy knew every word of it. He sat on the stairs and sang along, very softly, until the light came back.",
+  "On the phone":
+    "Good morning, this is the clinic. Your visit is on Thursday at nine. Would you like to keep that time?",
+  Directions:
+    "Walk down to the old bridge, cross the water, and turn left at the mill. The house with the green door is ours.",
+  "A story":
+    "The lamp went out, and the whole house was still. Then, from the far end of the hall, somebody began to sing. " +
+    "It was an old song about the sea, and the boy knew every word of it. He sat on the stairs and sang along, " +
+    "very softly, until the light came back.",
 };
 
 export class Composer {
   /** onspeak takes a request for Speaker.speak. */
-  constructor(speaker, connection, onspeak) {
+  constructor(speaker, onspeak) {
     this._speaker = speaker;
-    this._connection = connection;
     this._onspeak = onspeak;
     this._text = byId("text");
     this._timer = null;
@@ -63,7 +67,7 @@ export class Composer {
     const behind = JSON.stringify([text, isItsText && [turn.text.length, this._speaker.isOpen, turn.heardUpto]]);
     if (behind === this._behind) return;
     this._behind = behind;
-    const mark = (from, upto, className) => Object.assign(document.createElement("mark"), { textContent: text.slice(from, upto), className });
+    const mark = (from, upto, className) => make("mark", { className }, text.slice(from, upto));
     let marks = [];
     if (isItsText && this._speaker.isOpen) marks = [mark(0, turn.text.length, "")];
     else if (isItsText && turn.heardUpto !== null) {

@@ -52,6 +52,7 @@ export class Detector {
 export function whyDeaf(error) {
   if (error.name === "NotAllowedError") return "The browser doesn't allow the microphone for this page.";
   if (error.name === "NotFoundError") return "No microphone was found.";
-  if (error.name === "SecurityError") return "Browsers give a microphone only over https, or to a page from the same machine.";
+  if (error.name === "SecurityError")
+    return "Browsers give a microphone only over https, or to a page from the same machine.";
   return "The microphone can't be used now.";
 }

@@ -34,9 +34,16 @@ export class History {
   _item(turn) {
     const { voiceName, voice } = turn.request;
     const first = turn.marks.first === undefined ? [] : [`first audio ${milliseconds(turn.marks.first)}`];
-    const how = [voiceName, `seed ${turn.seed}`, seconds(turn.seconds), ...first, ...(turn.state === "whole" ? [] : [turn.state])];
+    const how = [
+      voiceName,
+      `seed ${turn.seed}`,
+      seconds(turn.seconds),
+      ...first,
+      ...(turn.state === "whole" ? [] : [turn.state]),
+    ];
     const name = `rill-${voice}-${turn.seed}.wav`.replace(/[^\w.-]/g, "_");
-    const act = (words, title, onclick) => button(words, onclick, { className: "plain", title, ariaLabel: `${words}: ${turn.text.slice(0, 40)}` });
+    const act = (words, title, onclick) =>
+      button(words, onclick, { className: "plain", title, ariaLabel: `${words}: ${turn.text.slice(0, 40)}` });
     return make(
       "li",
       {},

@@ -6,8 +6,9 @@ const POLL_MS = [1000, 4000]; // while it runs or isn't connected yet, and else
 const DRAW_MS = 100;
 const FULL_S = 6; // a bar's whole height
 const TEXT =
-  "The morning train was late, and the platform was full of people with bags and paper cups. A child counted the pigeons on the roof. " +
-  "An old man read the same page of his book again and again. Then the rails began to sing, and everybody stood up at once. ";
+  "The morning train was late, and the platform was full of people with bags and paper cups. " +
+  "A child counted the pigeons on the roof. An old man read the same page of his book again and again. " +
+  "Then the rails began to sing, and everybody stood up at once. ";
 
 /** One listener who plays what comes as it comes, without a sound. */
 class Listener {
@@ -111,7 +112,8 @@ export class Load {
     words.push(underruns ? `ran dry ${underruns} times` : "nobody ran dry");
     if (failed) words.push(`${failed} refused`);
     byId("summary").textContent = `${words.join(" · ")}.`;
-    if (this._listeners.every((one) => one.state === "failed" || (one.state === "whole" && one.lead(now) <= 0))) this._stop();
+    if (this._listeners.every((one) => one.state === "failed" || (one.state === "whole" && one.lead(now) <= 0)))
+      this._stop();
   }
 
   _stop() {
@@ -149,7 +151,9 @@ export class Load {
 /** Prometheus text -> values by series, labels included in the name. */
 function series(text) {
   const lines = text.split("\n").filter((line) => line && !line.startsWith("#"));
-  return new Map(lines.map((line) => [line.slice(0, line.lastIndexOf(" ")), Number(line.slice(line.lastIndexOf(" ")))]));
+  return new Map(
+    lines.map((line) => [line.slice(0, line.lastIndexOf(" ")), Number(line.slice(line.lastIndexOf(" ")))]),
+  );
 }
 
 function figures(values) {

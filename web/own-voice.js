@@ -8,7 +8,8 @@ const SHORTEST_S = 3; // what the server takes
 const LONGEST_S = 30;
 const FILE_HZ = 24000; // files of other rates and formats are converted by the browser
 const KEPT = "rill-own-voices";
-const READ_THIS = "I walk by the river every morning. The water is quiet there, and the path is easy to follow, even in the rain.";
+const READ_THIS =
+  "I walk by the river every morning. The water is quiet there, and the path is easy to follow, even in the rain.";
 const HELLO = "Hello. This is the voice that you have just given me.";
 
 export class OwnVoice {

@@ -1,5 +1,5 @@
-// The page's loudspeaker: a ring of samples on the audio thread (worklet.js). The context is asked for the model's 24 kHz;
-// where the browser gives another rate, the worklet converts.
+// The page's loudspeaker: a ring of samples on the audio thread (worklet.js). The context is asked for the model's
+// 24 kHz; where the browser gives another rate, the worklet converts.
 import { RATE_HZ } from "./rill.js";
 
 export class Player {

@@ -9,7 +9,7 @@
 //
 // `begin` is `open` without the wait: text may be sent at once. A voice of your own:
 //
-//   const mia = await rill.putVoice(bytes, "The words spoken in it.", { name: "Mia" });   // a WAV, FLAC, Ogg or MP3 file
+//   const mia = await rill.putVoice(wavBytes, "The words spoken in it.", { name: "Mia" });   // or FLAC, Ogg, MP3
 //   const utterance = rill.begin({ voice: mia.voice });
 //
 // A context's error rejects `open` or `finished` with a RillError: { code, retry, afterMs }. When the connection goes,
@@ -182,7 +182,7 @@ export class Utterance {
     this._isOver = false;
     this.opened = new Promise((resolve, reject) => (this._opened = { resolve, reject }));
     this.finished = new Promise((resolve, reject) => (this._finished = { resolve, reject }));
-    for (const promise of [this.opened, this.finished]) promise.catch(() => {}); // whoever awaits it hears; nobody has to
+    for (const promise of [this.opened, this.finished]) promise.catch(() => {}); // nobody has to await them
   }
 
   send(text) {

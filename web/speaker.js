@@ -1,11 +1,11 @@
 // Speaks: one utterance at a time, from the server through the loudspeaker, and again from what was kept.
 //
-// The context stays open while it is heard, so that what is typed meanwhile can follow; it ends once the voice has said
-// all there is. Each part of the text ends with a flush, and a repeat sends the same parts: the cuts fall as before, and
-// with the same seed the samples are the same.
+// The context stays open while it is heard, so that what is typed meanwhile can follow; it ends once the voice has
+// said all there is. Each part of the text ends with a flush, and a repeat sends the same parts: the cuts fall as
+// before, and with the same seed the samples are the same.
 //
 // events: "turn" another one is shown, "change" its state or figures did, "end" it is over
-import { RillError } from "./rill.js";
+import { RATE_HZ, RillError } from "./rill.js";
 import { Turn } from "./turn.js";
 
 const TYPING_MS = 2500; // after the last key, more text may still come
@@ -52,8 +52,14 @@ export class Speaker extends EventTarget {
       this._utterance = utterance;
       utterance.onaudio = (samples) => this._hear(turn, samples);
       utterance.onflushed = (number) => this._receive(turn, number);
-      utterance.opened.then(() => this._open(turn, utterance), () => {});
-      utterance.finished.then((result) => this._finish(turn, result), (error) => this._fail(error, turn));
+      utterance.opened.then(
+        () => this._open(turn, utterance),
+        () => {},
+      );
+      utterance.finished.then(
+        (result) => this._finish(turn, result),
+        (error) => this._fail(error, turn),
+      );
       this._flushes = this._flushed = -1;
       for (const part of parts) {
         utterance.send(part);
@@ -91,14 +97,14 @@ export class Speaker extends EventTarget {
   async stop(since = performance.now()) {
     const [turn, utterance] = [this.turn, this._utterance];
     if (!this.isSounding) return;
-    const playedMs = this._player.position / 24;
+    const playedMs = (1000 * this._player.position) / RATE_HZ;
     this._utterance = null;
     this.isSounding = false;
     const silence = this._player.stop();
     if (utterance !== null) {
       utterance.cancel(playedMs);
       turn.state = "stopped";
-      turn.heardSamples = 24 * playedMs;
+      turn.heardSamples = (playedMs * RATE_HZ) / 1000;
     }
     this._changed("end");
     if (utterance === null) return;

@@ -21,6 +21,7 @@ export class Turn {
     this.samples = 0;
     this.outline = []; // peaks, one for each STEP
     this.realTime = null; // time to make a second of audio, in seconds
+    this.heardSamples = null; // of one that was stopped
     this.heardUpto = null; // characters of the text, where it was cut short
     this._audio = [];
     this._isMeasured = false;

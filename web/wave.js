@@ -54,7 +54,7 @@ export class Wave {
     const outline = turn?.outline ?? [];
     const count = Math.floor(width / PITCH);
     const steps = Math.max(BAR_STEPS, outline.length / count);
-    const heard = turn?.heardSamples === undefined ? Infinity : turn.heardSamples / STEP;
+    const heard = (turn?.heardSamples ?? Infinity) / STEP;
     for (let bar = 0; bar < count; bar++) {
       const colour = bar * steps < heard ? this._accent : this._ahead;
       this._bar(bar * PITCH + (width - count * PITCH) / 2, height, level(outline, bar * steps, steps), colour);
@@ -73,7 +73,8 @@ export class Wave {
 
 function level(outline, from, count) {
   let peak = 0;
-  for (let step = Math.max(0, Math.floor(from)); step < from + count && step < outline.length; step++) peak = Math.max(peak, outline[step] ?? 0);
+  for (let step = Math.max(0, Math.floor(from)); step < from + count && step < outline.length; step++)
+    peak = Math.max(peak, outline[step] ?? 0);
   return peak;
 }
 
@@ -82,7 +83,8 @@ export function outlineOf(samples, count = 800) {
   const size = samples.length / count;
   return Array.from({ length: count }, (_, i) => {
     let peak = 0;
-    for (let at = Math.floor(i * size); at < (i + 1) * size && at < samples.length; at++) peak = Math.max(peak, Math.abs(samples[at]));
+    for (let at = Math.floor(i * size); at < (i + 1) * size && at < samples.length; at++)
+      peak = Math.max(peak, Math.abs(samples[at]));
     return peak;
   });
 }

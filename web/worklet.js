@@ -1,7 +1,7 @@
 // Plays what it is given, in order and without a gap, at whatever rate the device runs. Runs on the audio thread.
-//   in:  { stream } a new stream begins, { samples: Float32Array } append, { isWhole } whether more is expected to come,
+//   in:  { stream } a new stream begins, { samples: Float32Array } append, { isWhole } is no more expected to come,
 //        { stop: true } fade out within milliseconds and drop the rest
-//   out: { stream, played, buffered, underruns, isOver, isStopped, time } some twenty times a second and at each change;
+//   out: { stream, played, buffered, underruns, isOver, isStopped, time } twenty times a second and at each change;
 //        played, buffered: samples at 24 kHz; time: of this block, on the context's clock
 const SOURCE_HZ = 24000;
 const REPORT_S = 0.05;
@@ -32,7 +32,8 @@ class Ring {
 
   grow() {
     const larger = new Ring(2 * this.data.length);
-    for (let i = Math.max(0, this.end - this.data.length); i < this.end; i++) larger.data[i & larger.mask] = this.data[i & this.mask];
+    for (let i = Math.max(0, this.end - this.data.length); i < this.end; i++)
+      larger.data[i & larger.mask] = this.data[i & this.mask];
     this.data = larger.data;
     this.mask = larger.mask;
   }

@@ -18,7 +18,7 @@ TEXT = "The river is low in summer, and the stones along its bed are warm. Liste
 TYPED = " In spring it ru"  # while it speaks
 SEED = "7"
 TRIES = 8  # for one of an idle machine
-IDLE_FACTOR = 0.45
+IDLE_FACTOR = 0.5
 SPOKEN_S = 3.0  # of the utterance when the picture is taken
 SIZES = {
     "page.png": {"viewport": {"width": 1200, "height": 940}},
@@ -48,28 +48,29 @@ def take(browser: Browser, address: str, name: str, folder: Path) -> None:
     context.close()
 
 
-def take_all(address: str, folder: Path) -> None:
+def take_all(address: str, names: list[str], folder: Path) -> None:
     arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
         try:
-            for name in SIZES:
+            for name in names:
                 take(browser, address, name, folder)
         finally:
             browser.close()
 
 
-async def take_at_own_server(folder: Path) -> None:
+async def take_at_own_server(names: list[str], folder: Path) -> None:
     async with own_server(DEFAULT_PROFILE) as address:
-        await asyncio.to_thread(take_all, address, folder)
+        await asyncio.to_thread(take_all, address, names, folder)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", choices=list(SIZES), default=list(SIZES), help="which; default: all")
     parser.add_argument("--url", help="a running server's address")
     parser.add_argument("--folder", type=Path, default=WEB)
     options = parser.parse_args()
     if options.url:
-        take_all(options.url, options.folder)
+        take_all(options.url, options.names, options.folder)
     else:
-        asyncio.run(take_at_own_server(options.folder))
+        asyncio.run(take_at_own_server(options.names, options.folder))
