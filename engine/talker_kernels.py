@@ -1,4 +1,4 @@
-"""The talker's Triton kernels: skinny products with what surrounds them, paged attention, the fused sampler.
+"""The talker's Triton kernels: what lies between the products, paged attention, the fused sampler.
 
 Each output row is a function of its own inputs alone, summed in an order that its neighbours don't change. Plain
 PyTorch says the same in engine/talker.py and engine/sampler.py; tests/engine/test_talker_kernels.py compares.
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from engine import sampler
 from engine.sampler import NUM_CONTROLS, Field, LaneDraws
@@ -33,116 +32,9 @@ IS_RAS = tl.constexpr(int(Field.IS_RAS))
 TEMPERATURE = tl.constexpr(int(Field.TEMPERATURE))
 TOP_P = tl.constexpr(int(Field.TOP_P))
 PENALTY = tl.constexpr(int(Field.PENALTY))
-LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-# Chains: on Hopper and later a kernel may start while the one before it still runs, and wait inside
-
-
-@triton.jit
-def take_turn(CHAINS: tl.constexpr):
-    """Lets the next kernel start, then waits until all that the kernels before this one wrote is there."""
-    if CHAINS:
-        gdc_launch_dependents()
-        gdc_wait()
-
-
-@triton.jit
-def fetch_ahead(places):
-    """Brings the cache lines at these pointers to L2."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [places.to(tl.int64)], tl.int32, is_pure=False, pack=1
-    )
-
-
-# Products
-
-
-@triton.jit
-def linear(
-    x,  # [N, K], the residual stream in float32 or activations in the weight's type
-    gain,  # [K] of the norm before the product
-    weight,  # [M, K], or [2 M, K] with the gate above
-    bias,  # [M]
-    partial,  # [SPLITS, N, M] float32 scratch
-    arrived,  # int32 scratch, one for each tile, zero between launches
-    out,  # [N, M]; with ADDS the float32 residual stream, added to
-    num_rows,
-    num_out,
-    eps,
-    WIDTH: tl.constexpr,  # K
-    NORMS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    GATES: tl.constexpr,
-    ADDS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,
-    CHAINS: tl.constexpr,
-    LINES: tl.constexpr,  # of 64 numbers in a program's share of K, padded to a power of two
-):
-    """out = norm(x) W' + bias, or silu(x G') * (x U'), or out += x W'. Split over K, summed by whoever comes last.
-
-    The norm is worked in here: x * gain goes into the product, 1 / rms(x) is multiplied afterwards.
-    """
-    tile, row_tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    rows = row_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    cols = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    is_row, is_col = rows < num_rows, cols < num_out
-    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    other = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    squares = tl.zeros((BLOCK_N,), tl.float32)
-    share = tl.cdiv(WIDTH, SPLITS * BLOCK_K) * BLOCK_K
-    end = tl.minimum(split * share + share, WIDTH)
-    if CHAINS:
-        lines = tl.minimum(split * share + 64 * tl.arange(0, LINES), end - 1)
-        strip = weight + tl.minimum(cols, num_out - 1)[:, None] * WIDTH + lines[None, :]
-        fetch_ahead(strip)
-        if GATES:
-            fetch_ahead(strip + num_out * WIDTH)
-    take_turn(CHAINS)
-    for at in range(split * share, end, BLOCK_K):
-        ks = at + tl.arange(0, BLOCK_K)
-        is_k = ks < WIDTH
-        a = tl.load(x + rows[:, None] * WIDTH + ks[None, :], mask=is_row[:, None] & is_k[None, :], other=0.0)
-        if NORMS:
-            wide = a.to(tl.float32)
-            squares += tl.sum(wide * wide, 1)
-            a = wide * tl.load(gain + ks, mask=is_k, other=0.0).to(tl.float32)[None, :]
-        a = a.to(weight.dtype.element_ty)
-        places = weight + cols[None, :] * WIDTH + ks[:, None]
-        w = tl.load(places, mask=is_col[None, :] & is_k[:, None], other=0.0)
-        total = tl.dot(a, w, total, input_precision=PRECISION)
-        if GATES:
-            w = tl.load(places + num_out * WIDTH, mask=is_col[None, :] & is_k[:, None], other=0.0)
-            other = tl.dot(a, w, other, input_precision=PRECISION)
-    if NORMS:
-        scale = tl.rsqrt(squares / WIDTH + eps)[:, None]
-        total *= scale
-        other *= scale
-    if HAS_BIAS:
-        total += tl.load(bias + cols, mask=is_col, other=0.0).to(tl.float32)[None, :]
-    if GATES:
-        total = total * tl.sigmoid(total) * other
-    places = rows[:, None] * num_out + cols[None, :]
-    is_in = is_row[:, None] & is_col[None, :]
-    if SPLITS == 1:
-        if ADDS:
-            total += tl.load(out + places, mask=is_in, other=0.0)
-        tl.store(out + places, total.to(out.dtype.element_ty), mask=is_in)
-    else:
-        size = num_rows * num_out
-        tl.store(partial + split * size + places, total, mask=is_in)
-        tl.debug_barrier()
-        counter = arrived + row_tile * tl.num_programs(0) + tile
-        if tl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1:
-            total = tl.load(out + places, mask=is_in, other=0.0)
-            for part in tl.static_range(SPLITS):
-                total += tl.load(partial + part * size + places, mask=is_in, other=0.0, cache_modifier=".cg")
-            tl.store(out + places, total, mask=is_in)
-            tl.store(counter, 0)
+# Between the products
 
 
 @triton.jit
@@ -186,9 +78,8 @@ def embed(ids, speech, text, x, num_speech, WIDTH: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
-def embed_last(lanes, record, speech, x, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHAINS: tl.constexpr):
+def embed_last(lanes, record, speech, x, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """lanes [B] -> x [B, K] float32, the row of each lane's last id."""
-    take_turn(CHAINS)
     row = tl.program_id(0)
     ks = tl.arange(0, BLOCK)
     is_k = ks < WIDTH
@@ -226,13 +117,11 @@ def decode_attention(
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
-    CHAINS: tl.constexpr,
 ):
     """One new row a lane: turned, written to the cache, and attended over all rows of the lane.
 
     Blocks of keys go to the splits in turn; how many there are depends on the lane's length alone.
     """
-    take_turn(CHAINS)
     b, g, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     entry = table + tl.load(lanes + b) * table_width
     length = tl.load(entry)
@@ -411,7 +300,7 @@ def gumbel(key, ids):
     return -tl.log(-tl.log(uniform.to(tl.float64))).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["grows"])  # one build for prompts and steps
 def draw(
     logits,  # [B, V] float32
     lanes,  # [B]
@@ -423,12 +312,10 @@ def draw(
     padding,  # the lane that is none
     num_ids,  # V
     table_width,
-    GROWS: tl.constexpr,  # the lane has one row more
+    grows,  # rows that the lane has more now, 0 or 1
     BLOCK: tl.constexpr,
-    CHAINS: tl.constexpr,
 ):
     """The next id of each lane, as engine.sampler.drawn draws it, taken up as its last. One lane a program."""
-    take_turn(CHAINS)
     b = tl.program_id(0)
     lane = tl.load(lanes + b)
     if lane != padding:
@@ -462,8 +349,7 @@ def draw(
         tl.store(mine + LAST, picked.to(tl.int64))
         tl.store(recent + lane * RING + step % RING, picked.to(tl.int64))
         tl.store(seen + lane * num_ids + picked, 1)
-        if GROWS:
-            tl.store(table + lane * table_width, tl.load(table + lane * table_width) + 1)
+        tl.store(table + lane * table_width, tl.load(table + lane * table_width) + grows)
 
 
 @triton.jit

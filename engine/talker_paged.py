@@ -21,11 +21,11 @@ from engine.graphs import Body, Graphs
 from engine.sampler import LaneDraws, upload
 from engine.talker import PAGE_ROWS, Layer, RMSNorm, RotaryTable, Talker, TalkerShape, TalkerStore
 
-PREFILL_TIERS = (2048, 1024, 512, 256, 128, 64)  # rows
+PREFILL_TIERS = (4096, 2048, 1024, 512, 256, 128, 64)  # rows
 FIRST_DRAWS = 64  # prompts that one launch may complete
 MAX_ROWS = 16_384  # of a lane
 KEY_SPLITS = 4
-FUSED_ROWS = 64  # up to here the skinny products win
+LEAST_ROWS = 64  # of a step's products; fewer cost no less, and one shape means one order of summation
 
 
 def can_serve(shape: TalkerShape, dtype: torch.dtype) -> bool:
@@ -39,69 +39,13 @@ def power_of_two(least: int) -> int:
     return 1 << (least - 1).bit_length()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Scratch:
-    """Where programs of one kernel meet; kernels of one stream never overlap, so all share it."""
-
-    partial: Tensor  # float32
-    arrived: Tensor  # int32, zero between launches
-
-    @classmethod
-    def on(cls, device: torch.device, numbers: int) -> Scratch:
-        arrived = torch.zeros(1 << 16, dtype=torch.int32, device=device)
-        return cls(torch.empty(numbers, dtype=torch.float32, device=device), arrived)
-
-
-def chained(chains: bool) -> dict[str, bool]:
-    """What a kernel is told when its neighbours in the stream are of a chain too, see kernels.take_turn."""
-    return {"CHAINS": True, "launch_pdl": True} if chains else {"CHAINS": False}
-
-
-class Product:
-    """One skinny product and what surrounds it, see kernels.linear."""
-
-    def __init__(
-        self,
-        weight: Tensor,
-        scratch: Scratch,
-        *,
-        norm: RMSNorm | None = None,
-        bias: Tensor | None = None,
-        gates: bool = False,
-        adds: bool = False,
-        splits: int = 1,
-    ) -> None:
-        self.weight, self.bias, self.gates, self.adds, self.splits = weight, bias, gates, adds, splits
-        self.gain = None if norm is None else norm.weight.detach()
-        self.eps = 0.0 if norm is None else norm.eps
-        self.scratch = scratch
-        self.num_out = len(weight) // (2 if gates else 1)
-
-    def __call__(self, x: Tensor, out: Tensor, *, chains: bool = False) -> None:
-        rows, width = x.shape
-        is_exact = self.weight.dtype == torch.float32
-        block_n = 16 if is_exact else min(64, max(16, power_of_two(rows)))
-        block_m, block_k = (32, 32) if is_exact else (32 if block_n < 64 else 64, 64 if self.gates else 128)
-        tiles, row_tiles = -(-self.num_out // block_m), -(-rows // block_n)
-        assert tiles * row_tiles <= len(self.scratch.arrived), f"{tiles} x {row_tiles} tiles have no counters"
-        assert self.splits * out.numel() <= len(self.scratch.partial), f"{self.splits} x {out.shape} is no scratch"
-        kernels.linear[(tiles, row_tiles, self.splits)](
-            x, self.gain, self.weight, self.bias, self.scratch.partial, self.scratch.arrived, out,
-            rows, self.num_out, self.eps,
-            WIDTH=width, NORMS=self.gain is not None, HAS_BIAS=self.bias is not None, GATES=self.gates,
-            ADDS=self.adds, SPLITS=self.splits, BLOCK_N=block_n, BLOCK_M=block_m, BLOCK_K=block_k,
-            PRECISION="ieee" if is_exact else "tf32", LINES=power_of_two(-(-width // (64 * self.splits)) + 2),
-            num_warps=4, num_stages=4, **chained(chains),
-        )  # fmt: skip
-
-
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor], None]  # qkv, keys, values, out
 
 
 class PagedLayer:
-    """One layer, its weights joined: as skinny products, or as plain ones with what lies between them fused."""
+    """One layer: its weights joined, and what lies between the products fused."""
 
-    def __init__(self, layer: Layer, shape: TalkerShape, scratch: Scratch) -> None:
+    def __init__(self, layer: Layer, shape: TalkerShape) -> None:
         attn, mlp = layer.self_attn, layer.mlp
         projections = (attn.q_proj, attn.k_proj, attn.v_proj)
         self.qkv = torch.cat([p.weight.detach() for p in projections])
@@ -110,40 +54,29 @@ class PagedLayer:
         self.out, self.down = attn.o_proj.weight.detach(), mlp.down_proj.weight.detach()
         self.norm_in, self.norm_mlp = layer.input_layernorm, layer.post_attention_layernorm
         self.width, self.inner = shape.heads * shape.head_dim, shape.intermediate
-        self.products = (
-            Product(self.qkv, scratch, norm=self.norm_in, bias=self.qkv_bias),
-            Product(self.out, scratch, adds=True, splits=2),
-            Product(self.gate_up, scratch, norm=self.norm_mlp, gates=True),
-            Product(self.down, scratch, adds=True, splits=4),
-        )
 
-    def few(self, x: Tensor, attend: Attend, keys: Tensor, values: Tensor, *, chains: bool) -> None:
-        """x [N, H] float32, changed in place."""
-        to_qkv, to_out, to_inner, to_down = self.products
-        qkv, mixed, inner = (self.qkv.new_empty(len(x), n) for n in (len(self.qkv), self.width, self.inner))
-        to_qkv(x, qkv, chains=chains)
-        attend(qkv, keys, values, mixed)
-        to_out(mixed, x, chains=chains)
-        to_inner(x, inner, chains=chains)
-        to_down(inner, x, chains=chains)
+    def __call__(
+        self, x: Tensor, late: Tensor | None, num: int, attend: Attend, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        """x [N, H] float32, changed in place but for the last sum, which is returned: `late` of the next layer.
 
-    def many(self, x: Tensor, late: Tensor | None, attend: Attend, keys: Tensor, values: Tensor) -> Tensor:
-        """x [N, H] float32, changed in place but for the last sum, which is returned: `late` of the next layer."""
-        h = add_norm(x, late, self.norm_in, self.qkv.dtype)
-        qkv = F.linear(h, self.qkv, self.qkv_bias)
+        Rows from `num` on are anything: only the products touch them.
+        """
+        dtype = self.qkv.dtype
+        qkv = F.linear(add_norm(x, late, num, self.norm_in, dtype), self.qkv, self.qkv_bias)
         mixed = self.qkv.new_empty(len(x), self.width)
         attend(qkv, keys, values, mixed)
-        h = add_norm(x, F.linear(mixed, self.out), self.norm_mlp, self.qkv.dtype)
-        both, inner = F.linear(h, self.gate_up), self.qkv.new_empty(len(x), self.inner)
-        kernels.gate[(len(x), -(-self.inner // 1024))](both, inner, WIDTH=self.inner, BLOCK=1024)
+        both = F.linear(add_norm(x, F.linear(mixed, self.out), num, self.norm_mlp, dtype), self.gate_up)
+        inner = self.qkv.new_empty(len(x), self.inner)
+        kernels.gate[(num, -(-self.inner // 1024))](both, inner, WIDTH=self.inner, BLOCK=1024)
         return F.linear(inner, self.down)
 
 
-def add_norm(x: Tensor, late: Tensor | None, norm: RMSNorm, dtype: torch.dtype) -> Tensor:
-    """x += late, then its norm."""
+def add_norm(x: Tensor, late: Tensor | None, num: int, norm: RMSNorm, dtype: torch.dtype) -> Tensor:
+    """x += late, then its norm, in the first `num` rows."""
     out = torch.empty_like(x, dtype=dtype)
-    rows, width = x.shape
-    kernels.add_norm[(rows,)](
+    width = x.shape[1]
+    kernels.add_norm[(num,)](
         x, late, norm.weight, out, norm.eps, WIDTH=width, BLOCK=power_of_two(width), ADDS=late is not None
     )
     return out
@@ -152,13 +85,9 @@ def add_norm(x: Tensor, late: Tensor | None, norm: RMSNorm, dtype: torch.dtype) 
 class PagedTalker:
     """Page tables, weights and graphs. The last lane of every table is the padding: it holds the padding page only."""
 
-    def __init__(
-        self, talker: Talker, store: TalkerStore, draws: LaneDraws, *, lanes: int, fused_rows: int = FUSED_ROWS
-    ) -> None:
+    def __init__(self, talker: Talker, store: TalkerStore, draws: LaneDraws, *, lanes: int) -> None:
         self.shape, self.store, self.draws, self.padding = talker.shape, store, draws, lanes
-        self.fused_rows = fused_rows
         self.device, self.dtype = store.kv.device, store.kv.dtype
-        self.can_chain = self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= (9, 0)
         self.max_rows = min(MAX_ROWS, store.pool.num_pages * PAGE_ROWS)
         width = 2 + self.max_rows // PAGE_ROWS  # a row count, the pages, and one for the padding of a last block
         self.table = torch.full((lanes + 1, width), store.pool.num_pages, device=self.device)
@@ -168,11 +97,12 @@ class PagedTalker:
         self.step_tiers = [1 << i for i in range(power_of_two(lanes).bit_length() - 1, -1, -1)]
         self.num_first = min(FIRST_DRAWS, power_of_two(lanes))
         rows = max(self.step_tiers[0], self.num_first)
-        numbers = max(4 * rows * talker.shape.hidden, self._attention_numbers(rows))
-        self.scratch = Scratch.on(self.device, numbers)
-        self.layers = [PagedLayer(layer, talker.shape, self.scratch) for layer in talker.decoder.layers]  # type: ignore[arg-type]
+        # Where the programs that split a lane's keys meet; the counters are zero between launches.
+        self.partial = torch.empty(self._attention_numbers(rows), dtype=torch.float32, device=self.device)
+        self.arrived = torch.zeros(rows * talker.shape.kv_heads, dtype=torch.int32, device=self.device)
+        self.layers = [PagedLayer(layer, talker.shape) for layer in talker.decoder.layers]  # type: ignore[arg-type]
         self.norm = talker.decoder.norm
-        self.head = Product(talker.llm_decoder.weight.detach(), self.scratch, norm=self.norm)
+        self.head = talker.llm_decoder.weight.detach()
         self.speech = talker.speech_embedding.weight.detach()
         self.text = talker.decoder.embed_tokens.weight.detach()
         self.staged = torch.zeros(3 * PREFILL_TIERS[0] + 2 * rows, dtype=torch.int64, device=self.device)
@@ -268,18 +198,11 @@ class PagedTalker:
     # Bodies
 
     def _step_body(self, num: int) -> None:
-        lanes, x, is_few = self.staged[:num], self._residual(num), num <= self.fused_rows
-        width, chains = x.shape[1], is_few and self.can_chain
-        kernels.embed_last[(num,)](
-            lanes, self.draws.record, self.speech, x, WIDTH=width, BLOCK=power_of_two(width), **chained(chains)
-        )
-        attend = partial(self._attend_step, lanes, chains)
-        if is_few:
-            for layer, (keys, values) in zip(self.layers, self.store.layers, strict=True):
-                layer.few(x, attend, keys, values, chains=chains)
-        else:
-            self._run_many(x, attend)
-        self._draw(x, lanes, grows=True, chains=chains)
+        lanes, x = self.staged[:num], self._residual(max(num, LEAST_ROWS))
+        width = x.shape[1]
+        kernels.embed_last[(num,)](lanes, self.draws.record, self.speech, x, WIDTH=width, BLOCK=power_of_two(width))
+        late = self._run(x, num, partial(self._attend_step, lanes))
+        self._draw(x, late, lanes, grows=1)
 
     def _prefill_body(self, rows: int) -> None:
         ids, lanes, positions = self.staged[: 3 * rows].view(3, rows)
@@ -287,25 +210,27 @@ class PagedTalker:
         x = self._residual(rows)
         width, num_speech = x.shape[1], self.shape.speech_vocab
         kernels.embed[(rows,)](ids, self.speech, self.text, x, num_speech, WIDTH=width, BLOCK=power_of_two(width))
-        self._run_many(x, partial(self._attend_prompt, lanes, positions))
-        self._draw(x.index_select(0, ends), drawing, grows=False, chains=False)
+        late = self._run(x, rows, partial(self._attend_prompt, lanes, positions))
+        self._draw(x.index_select(0, ends), late.index_select(0, ends), drawing, grows=0)
 
     def _residual(self, rows: int) -> Tensor:
         return torch.empty(rows, self.shape.hidden, dtype=torch.float32, device=self.device)
 
-    def _run_many(self, x: Tensor, attend: Attend) -> None:
+    def _run(self, x: Tensor, num: int, attend: Attend) -> Tensor:
+        """All layers; what is returned is still to be added to x."""
         late = None
         for layer, (keys, values) in zip(self.layers, self.store.layers, strict=True):
-            late = layer.many(x, late, attend, keys, values)
-        x += late
+            late = layer(x, late, num, attend, keys, values)
+        assert late is not None, "a talker has layers"
+        return late
 
-    def _attend_step(self, lanes: Tensor, chains: bool, qkv: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
+    def _attend_step(self, lanes: Tensor, qkv: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
         shape = self.shape
         kernels.decode_attention[(len(lanes), shape.kv_heads, KEY_SPLITS)](
-            qkv, lanes, self.table, self.rotary, keys, values, self.scratch.partial, self.scratch.arrived, out,
+            qkv, lanes, self.table, self.rotary, keys, values, self.partial, self.arrived, out,
             score_scale(shape), self.table.shape[1], self.rotary.shape[1],
             Q=shape.heads, G=shape.kv_heads, D=shape.head_dim, HEADS=self._heads, BLOCK=64, SPLITS=KEY_SPLITS,
-            PRECISION=self._precision, num_warps=4, num_stages=2, **chained(chains),
+            PRECISION=self._precision, num_warps=4, num_stages=2,
         )  # fmt: skip
 
     def _attend_prompt(
@@ -323,16 +248,21 @@ class PagedTalker:
             ROWS=rows, BLOCK=64 if rows == BLOCK_ROWS else 32, PRECISION=self._precision, num_warps=4, num_stages=2,
         )  # fmt: skip
 
-    def _draw(self, x: Tensor, lanes: Tensor, *, grows: bool, chains: bool) -> None:
-        """x [D, H] before the last norm, of the lanes [D]."""
+    def _draw(self, x: Tensor, late: Tensor, lanes: Tensor, *, grows: int) -> None:
+        """x [N, H] before the last sum and norm; its first rows are of the lanes [D]."""
         draws, vocab = self.draws, self.shape.speech_vocab
-        logits = torch.empty(len(x), vocab, dtype=torch.float32, device=self.device)
-        self.head(x, logits, chains=chains)
-        kernels.draw[(len(x),)](
+        logits = wide_product(add_norm(x, late, len(lanes), self.norm, self.dtype), self.head)
+        kernels.draw[(len(lanes),)](
             logits, lanes, draws.record, draws.recent, draws.seen.view(torch.uint8), self.table, self.ids,
-            self.padding, vocab, self.table.shape[1], GROWS=grows, BLOCK=power_of_two(vocab), num_warps=8,
-            **chained(chains),
+            self.padding, vocab, self.table.shape[1], grows, BLOCK=power_of_two(vocab), num_warps=8,
         )  # fmt: skip
+
+
+def wide_product(x: Tensor, weight: Tensor) -> Tensor:
+    """x W' in float32, never rounded to less."""
+    if weight.dtype == torch.float32:
+        return F.linear(x, weight)
+    return torch.mm(x, weight.T, out_dtype=torch.float32)
 
 
 BLOCK_ROWS = 16
