@@ -4,6 +4,7 @@ no Playwright (`pip install -e '.[web]'`) to drive it. Nothing is downloaded."""
 from __future__ import annotations
 
 import base64
+import importlib.util
 import os
 import shutil
 import time
@@ -26,6 +27,14 @@ if TYPE_CHECKING:
 Floats = npt.NDArray[np.float32]
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+HAS_PLAYWRIGHT = importlib.util.find_spec("playwright") is not None
+MISSING = (
+    "no Chromium here (Debian: apt-get install chromium)"
+    if CHROMIUM is None
+    else ""
+    if HAS_PLAYWRIGHT
+    else "no Playwright here (pip install -e '.[web]')"
+)
 PATIENCE_MS = 20_000  # one step of the page, on a busy machine
 WITH_MICROPHONE = ("--use-fake-ui-for-media-stream", "--use-fake-device-for-media-stream")  # it beeps once a second
 READY = "#status[data-state=ready]"
@@ -134,6 +143,11 @@ class Screen:
         return Path(waiting.value.path()).read_bytes()
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if MISSING:
+        terminalreporter.write_line(f"The page was not tested in a browser: {MISSING}.")
+
+
 @pytest.fixture(scope="session")
 def rill(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rill]:
     running = start(profile(tmp_path_factory.mktemp("web"), "cpu"))
@@ -144,11 +158,12 @@ def rill(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rill]:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     """Ended with its module: while it lives its event loop keeps others from running."""
-    if CHROMIUM is None:
-        pytest.skip("no Chromium here: the page was not tested in a browser (Debian: apt-get install chromium)")
-    api = pytest.importorskip("playwright.sync_api", reason="no Playwright here: pip install -e '.[web]'")
+    if MISSING:
+        pytest.skip(MISSING)
+    from playwright.sync_api import sync_playwright
+
     arguments = [*WITH_MICROPHONE, *(["--no-sandbox"] if os.geteuid() == 0 else [])]
-    with api.sync_playwright() as playwright:
+    with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
         try:
             yield browser

@@ -66,11 +66,12 @@ async def take_at_own_server(names: list[str], folder: Path) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", choices=list(SIZES), default=list(SIZES), help="which; default: all")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"which of {', '.join(SIZES)}; default: all")
     parser.add_argument("--url", help="a running server's address")
     parser.add_argument("--folder", type=Path, default=WEB)
     options = parser.parse_args()
+    names = options.names or list(SIZES)
     if options.url:
-        take_all(options.url, options.names, options.folder)
+        take_all(options.url, names, options.folder)
     else:
-        asyncio.run(take_at_own_server(options.names, options.folder))
+        asyncio.run(take_at_own_server(names, options.folder))
