@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from engine.messages import (
     SamplingChoice,
 )
 from engine.scheduler import HiftRow, Part, Plan
+from engine.streams import Flight
 from engine.voice_store import VoiceStore
 from engine.voices import Voice
 from tests.engine.speaking import Speaking
@@ -37,6 +39,12 @@ Make = Callable[..., Speaking]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return random_checkpoint(tmp_path_factory.mktemp("tiny"), TINY, voices=("anna", "bert"))
+
+
+@pytest.fixture(scope="module")
+def short_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a talker that stops soon after its minimum."""
+    return random_checkpoint(tmp_path_factory.mktemp("short"), TINY, voices=("anna", "bert", "carl"), stop_scale=1.0)
 
 
 @pytest.fixture
@@ -406,6 +414,74 @@ def test_rows_that_share_a_launch_sound_like_rows_alone(folder: Path) -> None:
     packed.assert_empty()
 
 
+def test_a_launch_that_fails_when_it_lands_is_the_engines_end(speaking: Speaking, monkeypatch: Any) -> None:
+    monkeypatch.setattr(speaking.runner, "_land_pcm", lambda *given: 1 / 0)
+    speaking.open(1, "Hi.")
+    with pytest.raises(EngineFault, match="on the device"):
+        speaking.finish([1])
+
+
+# Results that land late, as on a GPU
+
+
+@pytest.fixture(params=[1, 4], ids=lambda looks: f"{looks} looks late")
+def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """A launch has landed after so many looks at it; two of a stage may be in flight meanwhile."""
+    looked = Counter[int]()
+
+    def has_landed(flight: Flight[Any]) -> bool:
+        looked[id(flight)] += 1
+        return looked[id(flight)] > request.param and bool(looked.pop(id(flight)))
+
+    monkeypatch.setattr(Flight, "has_landed", has_landed)
+    return int(request.param)
+
+
+@pytest.mark.parametrize("rows_per_launch", [1, 12])
+def test_what_lands_late_sounds_the_same(
+    short_folder: Path, late: int, rows_per_launch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speaking = Speaking(short_folder, rows_per_launch=rows_per_launch)
+    texts = [("Hi, you.",), ("Yes.", "No."), ("One and two and so on.",)]
+    for context, text in enumerate(texts):
+        speaking.open(context, *text, voice=("anna", "bert")[context % 2], seed=context)
+        speaking.step(5)
+    speaking.finish(range(3))
+    while not speaking.runner.room.is_idle:
+        speaking.step()
+    speaking.assert_empty()
+    monkeypatch.undo()
+    prompt = Speaking(short_folder, rows_per_launch=rows_per_launch)
+    for context, text in enumerate(texts):
+        own = prompt.speak(context, *text, voice=("anna", "bert")[context % 2], seed=context)
+        if rows_per_launch == 1:
+            assert_same_audio(own, speaking.pcm(context))
+        assert len(own) == len(speaking.pcm(context)) > 0
+
+
+@pytest.mark.parametrize("rows_per_launch", [1, 12])
+def test_cancels_overtake_what_lands_late_and_leave_nothing(
+    short_folder: Path, late: int, rows_per_launch: int
+) -> None:
+    speaking, dice = Speaking(short_folder, lanes=3, rows_per_launch=rows_per_launch), random.Random(late)
+    living: list[int] = []
+    for context in range(60):
+        speaking.open(context, "Hi, you.", "Yes.", voice=dice.choice(["anna", "bert", "carl"]), seed=context)
+        living.append(context)
+        speaking.step(dice.randrange(30))
+        while len(living) > dice.randrange(1, 5):
+            cancelled = living.pop(dice.randrange(len(living)))
+            speaking.cancel(cancelled)
+            speaking.step()
+            assert isinstance(speaking.said[cancelled][-1], Cancelled)
+    speaking.finish(living)
+    while not speaking.runner.room.is_idle:
+        speaking.step()
+    speaking.assert_empty()
+    assert all(sum(isinstance(m, Done | Failed) for m in speaking.said[context]) <= 1 for context in range(60))
+    assert not any(isinstance(speaking.end(context), Failed) for context in range(60))
+
+
 # Memory and order
 
 
@@ -490,12 +566,6 @@ def test_one_lane_serves_a_queue_in_order(make: Make) -> None:
     speaking.finish(range(4))
     assert [type(speaking.end(context)) for context in range(4)] == [Done, Done, Done, Failed]
     assert isinstance(speaking.said[1][0], Opened)
-
-
-@pytest.fixture(scope="module")
-def short_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a talker that stops soon after its minimum."""
-    return random_checkpoint(tmp_path_factory.mktemp("short"), TINY, voices=("anna", "bert", "carl"), stop_scale=1.0)
 
 
 def test_the_warm_up_leaves_nothing_behind_and_says_nothing(short_folder: Path) -> None:
