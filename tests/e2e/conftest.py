@@ -71,7 +71,7 @@ def _is_child(entry: Path, parent: int, module: str) -> bool:
 
 
 def profile(folder: Path, device: str) -> Path:
-    """A profile for tests: few lanes, so that overload is near."""
+    """A profile for tests: few lanes, so that overload is near; nothing captured, so that a GPU starts in seconds."""
     if (EMBEDDED / "llm.safetensors").exists():
         checkpoint = "embedded"
     else:
@@ -81,7 +81,7 @@ def profile(folder: Path, device: str) -> Path:
     path = folder / "profile.toml"
     path.write_text(
         f"[gateway]\ndrain_ms = 500\n[engine]\ndevice = {json.dumps(device)}\nlanes = {LANES}\nwaiting = {WAITING}\n"
-        f"threads = 1\ngauges_ms = 100\n[model]\ncheckpoint = {json.dumps(checkpoint)}\n"
+        f"graphs = false\nthreads = 1\ngauges_ms = 100\n[model]\ncheckpoint = {json.dumps(checkpoint)}\n"
     )
     return path
 
