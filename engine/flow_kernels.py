@@ -274,6 +274,7 @@ def conv_mish(x: Tensor, taps: Tensor, bias: Tensor, positions: Tensor | None = 
         IS_WHOLE=positions is not None,
         KERNEL=kernel,
         WIDTH=width,
+        PADDED=max(16, triton.next_power_of_2(width)),  # the least that tensor cores take
         BLOCK=block,
         num_warps=8 if block == 128 else 4,
         num_stages=4 if x.element_size() == 2 else 2,
@@ -294,12 +295,15 @@ def conv_mish_kernel(
     IS_WHOLE: tl.constexpr,
     KERNEL: tl.constexpr,
     WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     group = tl.program_id(1)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real = (row < num_rows)[:, None]
-    channel = tl.arange(0, WIDTH)
+    channel = tl.arange(0, PADDED)
+    known = channel < WIDTH
+    both = known[:, None] & known[None, :]
     if IS_WHOLE:
         first = row.to(tl.int64) - (KERNEL - 1)
         missing = KERNEL - 1 - tl.load(positions + row % frames)
@@ -308,21 +312,22 @@ def conv_mish_kernel(
         first = (row // frames).to(tl.int64) * (frames + KERNEL - 1) + row % frames
     from_x = x + first[:, None] * dim + group * WIDTH + channel[None, :]
     from_taps = taps + (group * KERNEL * WIDTH + channel)[:, None] * WIDTH + channel[None, :]
-    acc = tl.zeros((BLOCK, WIDTH), dtype=tl.float32)
+    acc = tl.zeros((BLOCK, PADDED), dtype=tl.float32)
     for tap in range(KERNEL):
-        there = real
+        there = real & known[None, :]
         if IS_WHOLE:
-            there = real & (tap >= missing)[:, None]
-        acc = tl.dot(tl.load(from_x, mask=there, other=0.0), tl.load(from_taps), acc, input_precision="ieee")
+            there = there & (tap >= missing)[:, None]
+        heard = tl.load(from_x, mask=there, other=0.0)
+        acc = tl.dot(heard, tl.load(from_taps, mask=both, other=0.0), acc, input_precision="ieee")
         from_x += dim
         from_taps += WIDTH * WIDTH
-    acc += tl.load(bias + group * WIDTH + channel).to(tl.float32)[None, :]
+    acc += tl.load(bias + group * WIDTH + channel, mask=known, other=0.0).to(tl.float32)[None, :]
     # x * tanh(log(1 + e^x)) without the logarithm; beyond 20 it is x to the last bit.
     grown = tl.exp(tl.minimum(acc, 20.0))
     grown = grown * (grown + 2.0)
     acc = tl.where(acc > 20.0, acc, acc * grown / (grown + 2.0))
     to = out + row.to(tl.int64)[:, None] * dim + group * WIDTH + channel[None, :]
-    tl.store(to, acc.to(out.dtype.element_ty), mask=real)
+    tl.store(to, acc.to(out.dtype.element_ty), mask=real & known[None, :])
 
 
 # --- attention ---

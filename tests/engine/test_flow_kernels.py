@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 
 from engine.flow_kernels import FusedPacked, FusedPaged, FusedRows, paged_launches, rows_launches
 
-SMALL = FlowShape(dim=64, depth=2, heads=2, head_dim=32, ff=128, lookahead_channels=24, vocab=40, conv_groups=4)
+SMALL = FlowShape(dim=48, depth=2, heads=2, head_dim=32, ff=128, lookahead_channels=24, vocab=40, conv_groups=4)
 FULL = FlowShape(dim=1024, depth=1, heads=16, head_dim=64, ff=2048, lookahead_channels=1024)
 GPU = [pytest.mark.gpu]
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
