@@ -24,7 +24,7 @@ LICENCE = "Cut from fixtures of the CosyVoice3 reference classes (Apache-2.0) wi
 
 KEPT: dict[str, tuple[str, ...]] = {
     "flow": ("est_T50", "p0_t60", "p25_t2", "p37_t60_f75", "p20_t46"),
-    "hift": ("T9", "T3", "T33", "stream126", "noise"),
+    "hift": ("T9", "T3", "stream126", "noise"),
     "talker": ("A", "B", "bistream_A", "bistream_B", "embed_rows"),
     "sampler": (
         "peaky_top_p",
@@ -41,21 +41,7 @@ KEPT: dict[str, tuple[str, ...]] = {
     "stream": ("short",),
     "release_noise": ("sine_noise_head", "sine_noise_tail", "flow_noise_head", "flow_noise_tail"),
 }
-DROPPED = {
-    "p20_t46/streaming_velocity_step0",
-    "p20_t46/nonstreaming_velocity_step0",
-    *(f"T33/{name}{stage}" for stage in (1, 2) for name in ("up", "source_down", "source_res")),
-    *(f"T33/stage{stage}_resblock{end}" for stage in (1, 2) for end in ("0", "_input")),
-    *(
-        "T33/stage0_resblock0",
-        "T33/stage0_resblock_input",
-        "T33/source_stft",
-        "T33/conv_post",
-        "T33/source_down0",
-        "T33/source_res0",
-        "T33/up0",
-    ),
-}
+DROPPED = {"p20_t46/streaming_velocity_step0", "p20_t46/nonstreaming_velocity_step0"}
 ALONE = {"est_T120/chunk_mask", "est_T120/rope_angles"}  # kept of a group that is dropped
 STEPS = 2  # of long lists of steps
 
@@ -67,7 +53,6 @@ def first_rows(count: int) -> Callable[[Tensor], Tensor]:
 SHORTENED: dict[str, Callable[[Tensor], Tensor]] = {
     "p20_t46/streaming_x_before_step": first_rows(STEPS),
     "p20_t46/nonstreaming_x_before_step": first_rows(STEPS),
-    "T33/harmonics": first_rows(960),
     "noise/sine_noise": first_rows(480),
     "sine_noise_head": first_rows(480),
     "A/forced_tokens": first_rows(STEPS),
