@@ -295,6 +295,32 @@ def test_a_killed_engine_is_told_and_the_same_seed_goes_on(make_screen: MakeScre
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_server_that_ends_and_is_started_again_is_found_and_no_text_is_lost(
+    make_screen: MakeScreen, tmp_path: Path, number: signal.Signals
+) -> None:
+    config = profile(tmp_path, "cpu")
+    rill = start(config)
+    screen = make_screen(address=rill.address)
+    screen.write(LONG)
+    screen.page.press("#text", "Enter")
+    screen.wait_for_sound()
+    rill.process.send_signal(number)
+    rill.process.wait()
+    screen.page.wait_for_selector("#lost:not([hidden])")
+    screen.page.type("#text", "And more.")
+    again = start(config, "--port", rill.address.rstrip("/").rpartition(":")[2])
+    try:
+        screen.until("!document.getElementById('speak').disabled")
+        assert sorted(screen.page.input_value("#text")) == sorted(f"{LONG}And more.")
+        screen.forget()
+        screen.speak(SHORT)
+        assert len(screen.audio(screen.contexts()[-1]))
+    finally:
+        end(again.process)
+
+
+@pytest.mark.slow
 def test_a_server_that_asks_for_a_key_is_given_one(make_screen: MakeScreen, tmp_path: Path) -> None:
     key = make_key()
     config = profile(tmp_path, "cpu")
