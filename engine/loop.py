@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 WARM_LINK = -1  # no gateway: the engine speaks to itself before it is ready
 # The sum of money wakes the normaliser's grammars.
-WARM_TEXT = "One, two, three, and here we go, for $4."
+WARM_TEXT = "Here we go, for $4."
 WARM_CROWDS = (2, 4, 8, 16, 32, 64, 128, 256, 512)  # contexts at once
 WARM_PAGES = 4  # that the flow may need for each of them
 WARM_VOICES = 2  # the others' prompts are solved at their first use: many would take long, and fill the cache

@@ -12,7 +12,9 @@ import pytest
 from tests.e2e.conftest import ROOT, Rill, child_environment, end, start, wait_until
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)], ids=lambda number: number.name
+)
 def test_a_signal_ends_both_processes_cleanly(config: Path, number: int) -> None:
     rill = start(config)
     children = [Path("/proc") / str(rill.child(module)) for module in ("engine", "gateway")]

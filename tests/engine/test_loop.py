@@ -424,7 +424,7 @@ def test_a_launch_that_fails_when_it_lands_is_the_engines_end(speaking: Speaking
 # Results that land late, as on a GPU
 
 
-@pytest.fixture(params=[1, 4], ids=lambda looks: f"{looks} looks late")
+@pytest.fixture(params=[pytest.param(1, marks=pytest.mark.slow), 4], ids=lambda looks: f"{looks} looks late")
 def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """A launch has landed after so many looks at it; two of a stage may be in flight meanwhile."""
     looked = Counter[int]()
