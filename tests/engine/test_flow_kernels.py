@@ -176,6 +176,7 @@ def test_rows_attention(place: Place) -> None:
         assert_near(back_end(whole, angles)(0, qkv.clone()), want, place)
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_streamed_and_whole_rows_through_all_kernels_equal_the_dense_ones(place: Place) -> None:
     device, shape, dtype = place

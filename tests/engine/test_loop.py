@@ -459,6 +459,7 @@ def test_what_lands_late_sounds_the_same(
         assert len(own) == len(speaking.pcm(context)) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows_per_launch", [1, 12])
 def test_cancels_overtake_what_lands_late_and_leave_nothing(
     short_folder: Path, late: int, rows_per_launch: int

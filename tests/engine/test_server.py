@@ -205,6 +205,7 @@ def test_a_living_engines_socket_is_not_taken_over(process: Process) -> None:
         _claim(process.socket)
 
 
+@pytest.mark.slow
 async def test_sigterm_ends_it_cleanly_and_every_context_is_told(tmp_path: Path) -> None:
     process = Process(tmp_path)
     try:
