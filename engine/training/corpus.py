@@ -19,6 +19,8 @@ from pathlib import Path
 GRAMMAR = Path(__file__).with_name("everyday.txt")
 MIN_WORDS, MAX_WORDS = 1, 34
 JOINED_SHARE = 0.15
+SHORT_REACH = 0.4
+"""Short texts are spread over so much of the corpus: a run that reads less than all of it still reads them."""
 SHARES = {"everyday": 48_000, "examples": 30_000, "definitions": 6_000, "addresses": 17_000, "novel": 4_000}
 """Sentences taken of each source, if it has that many."""
 
@@ -50,6 +52,17 @@ _SURNAMES = (
 )
 _SPOKEN_HOURS = (
     "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
+)
+_SHORT = (
+    "yes", "no", "okay", "sure", "hello", "hi", "hey", "thanks", "sorry", "please", "maybe", "right", "exactly",
+    "never", "always", "great", "good", "perfect", "fine", "goodbye", "bye", "welcome", "really", "what", "why",
+    "where", "when", "who", "how", "stop", "wait", "go", "come on", "of course", "thank you", "no problem", "not yet",
+    "not really", "good morning", "good night", "one moment", "I see", "I know", "got it", "well", "so", "and", "hm",
+    "oh", "ah", "ha", "ha ha", "ha ha ha", "yes please", "no thanks", "all right", "you too", "me too", "let's go",
+    "it is", "it's fine", "not now", "that's right", "that's it", "who is it", "what's that", "see you", "take care",
+    "excuse me", "yeah", "nope", "yep", "indeed", "certainly", "correct", "wrong", "true", "false", "left", "on",
+    "off", "open", "closed", "zero", "hundred", "thousand", "million", "first", "second", "third", "last", "next",
+    "more", "less", "again",
 )
 # fmt: on
 
@@ -190,6 +203,27 @@ class Grammar:
         return text[0].upper() + text[1:]
 
 
+def short_texts(words: list[str], rng: random.Random) -> list[str]:
+    """One to three words each: replies in several spellings, numbers, letters, and any words, one or two at a time."""
+    known = [*_SHORT, *_SPOKEN_HOURS, *(str(number) for number in range(101)), *"ABCDEFGHIJKLMNOPQRSTUVWXYZ"]
+    replies = [f"{form}{end}" for text in known for form in (text, text[0].upper() + text[1:]) for end in ".!?"]
+    pairs = [f"{rng.choice(known)}, {rng.choice(known)}." for _ in range(1500)]
+    single = [f"{rng.choice((word, word.capitalize()))}{rng.choice('..?!')}" for word in words]
+    double = [f"{_draw(rng, words).capitalize()} {_draw(rng, words)}." for _ in range(1000)]
+    return [*dict.fromkeys([*replies, *pairs, *single, *double])]
+
+
+def spread(sentences: list[str], among: list[str], share: float, rng: random.Random) -> list[str]:
+    """``sentences`` at random places of the first ``share`` of the others."""
+    reach = int(share * len(among))
+    places = sorted(rng.randrange(reach + 1) for _ in sentences)
+    found, start = [], 0
+    for place, sentence in zip(places, sentences, strict=True):
+        found += [*among[start:place], sentence]
+        start = place
+    return found + among[start:]
+
+
 def _split_forms(forms: str) -> list[str]:
     return [form.strip() for form in re.split(r"\|", forms)]
 
@@ -272,7 +306,8 @@ def join_some(sentences: list[str], rng: random.Random) -> list[str]:
 def collect(sources: Path, rng: random.Random) -> list[str]:
     """All raw sentences, shuffled and partly joined."""
     names = [name for path in sorted((sources / "names").glob("*.txt")) for name in path.read_text().split()]
-    fillers = slot_fillers(read_wordnet_words(sources / "wordnet", names))
+    words = read_wordnet_words(sources / "wordnet", names)
+    fillers = slot_fillers(words)
     pools = {
         "everyday": everyday(Grammar(GRAMMAR.read_text(), fillers), SHARES["everyday"], rng),
         "examples": wordnet_examples(sources / "wordnet"),
@@ -288,7 +323,9 @@ def collect(sources: Path, rng: random.Random) -> list[str]:
         chosen.update(dict.fromkeys(picked))
     sentences = list(chosen)
     rng.shuffle(sentences)
-    return join_some(sentences, rng)
+    short = short_texts([word for kind in (words.nouns, words.verbs, words.adjectives) for word in kind[:1500]], rng)
+    rng.shuffle(short)
+    return spread(short, join_some(sentences, rng), SHORT_REACH, rng)
 
 
 def normalised(sentences: list[str]) -> list[str]:

@@ -7,7 +7,7 @@ A folder holds, each file complete the moment its name appears:
     [utterances + 1] (offsets; one unit is 600 samples, 2 F0 values), ``speaker`` int16 [utterances], ``text`` uint8
     (JSON list).
 ``tokens-00000.npz``  the speech tokens of that shard: ``ids`` int16 [tokens] and ``offsets`` int32 [utterances + 1].
-``speakers.npz``      ``vectors`` float32 [voices, 192], row = speaker label.
+``speakers.npz``      ``vectors`` float32 [labels, several, 192]: vectors of single utterances of each speaker label.
 ``prompts/NAME.wav``  the prompt utterance of a shipped voice, with ``NAME.txt`` beside it.
 """
 
@@ -46,7 +46,45 @@ VOICES = (
     TeacherVoice("mellow", 0.88, 0.1),
     TeacherVoice("bright", 1.12, 0.1),
 )
-"""Speaker label = index here."""
+"""Speaker label = index here; Kokoro's follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class KokoroVoice:
+    """A style of Kokoro, or the mean of two; ``share`` of its readings is relative."""
+
+    styles: tuple[str, ...]
+    share: float = 1.0
+
+    @property
+    def is_british(self) -> bool:
+        return self.styles[0].startswith("b")
+
+
+_WOMEN = "af_alloy af_aoede af_bella af_jessica af_kore af_nova af_river af_sky"
+_MEN = "am_adam am_echo am_eric am_fenrir am_liam am_onyx"
+_BRITISH = "bf_alice bf_lily bm_daniel bm_fable bm_lewis"
+SHIPPED = {"michael": "am_michael", "emma": "bf_emma", "george": "bm_george"}
+"""Kokoro voices that ship beside heart."""
+HELD_OUT_VOICES = tuple(KokoroVoice((style,)) for style in ("af_sarah", "am_puck", "bf_isabella"))
+"""Never trained on: the test of cloning."""
+
+
+def _blends(styles: list[str]) -> tuple[KokoroVoice, ...]:
+    """Each style with the third after it: as many new voices of mixed kinds."""
+    return tuple(KokoroVoice((one, other), 0.8) for one, other in zip(styles, styles[3:] + styles[:3], strict=True))
+
+
+KOKORO = (
+    *(KokoroVoice((style,), 4.0) for style in SHIPPED.values()),
+    *(KokoroVoice((style,)) for style in f"{_WOMEN} {_MEN} {_BRITISH}".split()),
+    *_blends(f"{_WOMEN} {_MEN} {_BRITISH}".split()),
+)
+KOKORO_WARPS = (0.9, 1.12)
+FIRST_KOKORO = len(VOICES)
+"""Labels: the four above, Kokoro's at its own rate, at each warp, then the voices held out."""
+FIRST_HELD_OUT = FIRST_KOKORO + (1 + len(KOKORO_WARPS)) * len(KOKORO)
+NUM_LABELS = FIRST_HELD_OUT + len(HELD_OUT_VOICES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +245,8 @@ class Shards:
         self.shards.append(shard)
         self.num_seconds += len(shard.phones) * UNIT_SECONDS
         for index, text in enumerate(shard.text):
-            (self.held_out if is_held_out(text) else self.train).append(len(self._where))
+            is_kept = is_held_out(text) or shard.speaker[index] >= FIRST_HELD_OUT
+            (self.held_out if is_kept else self.train).append(len(self._where))
             self._where.append((position, index))
 
     def utterance(self, index: int) -> Utterance:
@@ -249,5 +288,5 @@ def write_wave(path: Path, samples: NDArray[np.int16]) -> None:
 
 
 def read_speakers(folder: Path) -> NDArray[np.float32]:
-    """The speaker vectors, [voices, 192], row = speaker label."""
+    """The speaker vectors, [labels, several, 192]."""
     return np.array(map_npz(folder / "speakers.npz")["vectors"])

@@ -168,6 +168,12 @@ class Stage:
     log: logging.Logger
     seed: int = 0
     compile: bool = True
+    awaited: Path | None = None  # a file that is there once there are data to train on
+
+    def wait(self) -> None:
+        """Until the awaited file is there or the time is up: what can be compiled before is compiled."""
+        while self.awaited is not None and not self.awaited.exists() and not self.budget.is_over:
+            time.sleep(0.5)
 
     @property
     def out(self) -> Path:
@@ -198,6 +204,7 @@ def stage_from_arguments(name: str, arguments: list[str] | None = None) -> Stage
     parser.add_argument("--start", type=float, help="when the schedule began; earlier than now after a restart")
     parser.add_argument("--seconds", type=float, default=60.0, help="budget when no deadline is given")
     parser.add_argument("--toy", action="store_true", help="small batches and models, for a rehearsal on the CPU")
+    parser.add_argument("--await", dest="awaited", type=Path, help="a file whose appearance says that data are there")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(arguments)
@@ -211,6 +218,7 @@ def stage_from_arguments(name: str, arguments: list[str] | None = None) -> Stage
     stage = Stage(
         data=given.data, device=device, budget=Budget(start, deadline), is_toy=given.toy,
         log=logger(name, given.data), seed=given.seed, compile=not given.no_compile and device.type == "cuda",
+        awaited=given.awaited,
     )  # fmt: skip
     stage.log.info("%s on %s for %.0f s, spent %.3f", name, device, deadline - time.time(), stage.budget.spent)
     return stage

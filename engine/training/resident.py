@@ -11,7 +11,18 @@ import torch
 from torch import Tensor
 
 from engine.conditioning import MEL_MARGIN, log_mel
-from engine.training.data import MEL_HOP, UNIT_SAMPLES, Shards
+from engine.training.data import FIRST_KOKORO, MEL_HOP, UNIT_SAMPLES, Shards
+
+
+def drawn(num_hibari: int, num_kokoro: int, share: float, draws: Tensor) -> Tensor:
+    """Rows for uniform ``draws`` [B, 2]: in ``share`` of the cases one of Kokoro's, which lie last and are few."""
+    first, other = (draws[:, 1] * num_hibari).long(), num_hibari + (draws[:, 1] * num_kokoro).long()
+    if not num_hibari or not num_kokoro:
+        return first if num_hibari else other
+    return torch.where(draws[:, 0] < share, other, first)
+
+
+KOKORO_SHARE = 0.45
 
 
 class Growing:
@@ -56,6 +67,8 @@ class Waves:
         self._wave = Growing(torch.int16, device, rows=int(hours * 3600 * 24000))
         self._f0 = Growing(torch.float16, device, rows=int(hours * 3600 * 80))
         self._limit = int(hours * 3600 * 24000)
+        self._kokoro: list[bool] = []
+        self._num_hibari = 0
         self._starts: list[int] = []
         self._lengths: list[int] = []
         self._shards_taken = 0
@@ -80,13 +93,17 @@ class Waves:
                 if length // MEL_HOP >= self.frames + 2:
                     self._starts.append(base + span.start * UNIT_SAMPLES)
                     self._lengths.append(length)
+                    self._kokoro.append(bool(shard.speaker[row] >= FIRST_KOKORO))
             self._shards_taken = number + 1
         table = torch.tensor([self._starts, self._lengths], dtype=torch.long).T.reshape(-1, 2)
-        self._table = table.contiguous().to(self.device)
+        kokoro = torch.tensor(self._kokoro, dtype=torch.bool)
+        self._num_hibari = int((~kokoro).sum())
+        self._table = table[kokoro.int().argsort(stable=True)].contiguous().to(self.device)
 
     def crops(self, rows: int) -> Crops:
         """Random crops; an eighth of them begins with its utterance, an eighth ends with it, as served audio does."""
-        pick = torch.randint(len(self._table), (rows,), device=self.device)
+        num_kokoro = len(self._table) - self._num_hibari
+        pick = drawn(self._num_hibari, num_kokoro, KOKORO_SHARE, torch.rand(rows, 2, device=self.device))
         start, length = self._table[pick].unbind(1)
         room = length // MEL_HOP - self.frames
         chance = torch.rand(rows, device=self.device)
@@ -136,7 +153,7 @@ class Streams:
         self._mel: list[list[Tensor]] = [[] for _ in range(num_speakers)]
         self._lengths: list[list[int]] = [[] for _ in range(num_speakers)]
         self._taken: set[int] = set()
-        self._fits: dict[int, Tensor] = {}
+        self._fits: dict[int, tuple[Tensor, int]] = {}
         self.num_tokens = 0
 
     def take(self, shards: Shards) -> int:
@@ -209,9 +226,12 @@ class Streams:
         tokens, mel = self._pool
         size = num_tokens + lookahead
         if size not in self._fits:  # boolean indexing waits for the device: once a size, not once a step
-            self._fits[size] = self._table[(self._table[:, 3] - self._table[:, 2]) > size]
-        fits = self._fits[size]
-        start, end, low, high, speaker = fits[torch.randint(len(fits), (rows,), device=self.device)].unbind(1)
+            fits = self._table[(self._table[:, 3] - self._table[:, 2]) > size]
+            self._fits[size] = fits, int((fits[:, 4] < FIRST_KOKORO).sum())
+        fits, num_hibari = self._fits[size]
+        draws = torch.rand(rows, 2, device=self.device)
+        pick = drawn(num_hibari, len(fits) - num_hibari, KOKORO_SHARE, draws)
+        start, end, low, high, speaker = fits[pick].unbind(1)
         if to_end:
             first = end - num_tokens
         else:

@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from engine.training.data import Shards
+from engine.training.kokoro import FIRST_SHARD, UNPACKED
 from engine.training.pace import logger
 
 ARTEFACTS = ("llm.safetensors", "flow.safetensors", "hift.safetensors", "speech_tokenizer_v3.onnx", "campplus.onnx")
@@ -102,15 +103,30 @@ class Plan:
     hours: float
     tokenizer_s: float
     begun: float
+    packs: Path | None = None
+    prepare_s: float = 0.0
+    hift_s: float | None = None
     skipped: frozenset[str] = frozenset()
 
     @property
     def minutes(self) -> float:
         return (self.deadline - self.start) / 60
 
-    def stage(self, module: str) -> list[str]:
+    @property
+    def ready(self) -> Path:
+        """The file that says that the flow and the talker have data."""
+        return self.data / "ready"
+
+    def stage(self, module: str, *more: str, seconds: float | None = None) -> list[str]:
+        deadline = self.deadline if seconds is None else min(self.deadline, self.start + seconds)
         command = [sys.executable, "-m", f"engine.training.{module}", "--data", str(self.data), "--device", self.device]
-        return [*command, "--deadline", f"{self.deadline:.1f}", *(["--toy"] if self.is_toy else [])]
+        return [*command, "--deadline", f"{deadline:.1f}", *more, *(["--toy"] if self.is_toy else [])]
+
+    def waiting_stage(self, module: str) -> list[str]:
+        """A stage that compiles while its data are made; its schedule begins when they should be there."""
+        first = self.start + self.prepare_s
+        start = first - self.begun / (1 - self.begun) * (self.deadline - first)
+        return self.stage(module, "--await", str(self.ready), "--start", f"{start:.1f}")
 
 
 def jobs_of(plan: Plan) -> list[Job]:
@@ -127,19 +143,11 @@ def jobs_of(plan: Plan) -> list[Job]:
     def num_shards(least: int) -> bool:
         return len(list(data.glob("shard-*.npz"))) >= (1 if plan.is_toy else least)
 
-    def is_tokenised(least: int) -> bool:
-        tokens = len(list(data.glob("tokens-*.npz")))
-        behind = len(list(data.glob("shard-*.npz"))) - tokens
-        return tokens >= (1 if plan.is_toy else least) and (behind <= 40 or time.time() > plan.start + 420)
+    def has_speech(least: int) -> bool:
+        return is_unpacked(plan) and num_shards(least)
 
-    def may_train() -> bool:
-        ready = [
-            data / "speech_tokenizer.pt",
-            data / "speakers.npz",
-            data / "CosyVoice-BlankEN" / "tokenizer_config.json",
-        ]
-        return all(path.exists() for path in ready) and is_tokenised(48)
-
+    packs = plan.packs or Path("packs")
+    text_tokenizer = data / "CosyVoice-BlankEN" / "tokenizer_config.json"
     corpus = ["--corpus", str(plan.corpus)]
     one_thread = {"OMP_NUM_THREADS": "1"}
     jobs = [
@@ -148,19 +156,36 @@ def jobs_of(plan: Plan) -> list[Job]:
             lambda: True, quiet=10, environment=one_thread, product=data / "shard-00000.npz"),
         Job("bpe", [*python, "engine.training.tokenizer", *corpus, "--out", str(data / "CosyVoice-BlankEN")],
             lambda: True, product=data / "CosyVoice-BlankEN" / "vocab.json"),
-        Job("train_hift", plan.stage("train_hift"), lambda: num_shards(6), begun=plan.begun),
+        Job("unpack", [*python, "engine.training.kokoro", "unpack", "--packs", str(packs), "--data", str(data),
+                       "--processes", str(max(1, plan.workers // 2))],
+            lambda: (packs / "complete").exists(), environment=one_thread, product=data / UNPACKED),
+        Job("train_hift", plan.stage("train_hift", seconds=plan.hift_s), lambda: num_shards(6), begun=plan.begun),
         Job("speech_tokenizer", [*python, "engine.training.speech_tokenizer", "train", *where,
                                  "--budget", str(encoder_s), *few],
-            lambda: num_shards(24), product=data / "speech_tokenizer.pt"),
+            lambda: has_speech(24), product=data / "speech_tokenizer.pt"),
         Job("speaker_encoder", [*python, "engine.training.speaker_encoder", *where,
-                                "--budget", str(min(encoder_s, 90.0)), *few],
-            lambda: num_shards(24), product=data / "speakers.npz"),
+                                "--budget", str(min(0.7 * encoder_s, 90.0)), *few],
+            lambda: has_speech(24), product=data / "speakers.npz"),
         Job("tokenise", [*python, "engine.training.speech_tokenizer", "tokenise", *where, "--follow"],
             (data / "speech_tokenizer.pt").exists),
-        Job("train_flow", plan.stage("train_flow"), may_train, begun=plan.begun),
-        Job("train_talker", plan.stage("train_talker"), may_train, begun=plan.begun),
+        Job("train_flow", plan.waiting_stage("train_flow"), lambda: True),
+        Job("train_talker", plan.waiting_stage("train_talker"), text_tokenizer.exists),
     ]  # fmt: skip
-    return [job for job in jobs if job.name not in plan.skipped]
+    absent = plan.skipped | (frozenset() if plan.packs else {"unpack"})
+    return [job for job in jobs if job.name not in absent]
+
+
+def is_unpacked(plan: Plan) -> bool:
+    return plan.packs is None or (plan.data / UNPACKED).exists()
+
+
+def may_train(plan: Plan) -> bool:
+    """Whether the flow and the talker have what they need: speakers, and tokens of all of Kokoro and some of hibari."""
+    tokens = {path.name.removeprefix("tokens") for path in plan.data.glob("tokens-*.npz")}
+    packed = {path.name.removeprefix("shard") for path in plan.data.glob(f"shard-{FIRST_SHARD // 10_000}*.npz")}
+    made = [plan.data / name for name in ("speech_tokenizer_v3.onnx", "speakers.npz")]
+    is_tokenised = len(tokens) >= (1 if plan.is_toy else 100) and packed <= tokens
+    return is_unpacked(plan) and is_tokenised and all(path.exists() for path in made)
 
 
 def supervise(plan: Plan) -> None:
@@ -168,6 +193,7 @@ def supervise(plan: Plan) -> None:
     log = logger("run", plan.data)
     folder = plan.data / "log"
     (plan.data / "out").mkdir(parents=True, exist_ok=True)
+    plan.ready.unlink(missing_ok=True)
     jobs = jobs_of(plan)
     log.info("plan of %.1f minutes, %d workers, %s", plan.minutes, plan.workers, plan.device)
     while time.time() < plan.deadline + GRACE_S and not all(job.is_over for job in jobs):
@@ -175,6 +201,8 @@ def supervise(plan: Plan) -> None:
             job.poll(log)
             if not job.is_running and not job.is_over and time.time() < plan.deadline - 5 and job.is_ready():
                 job.start(log, folder)
+        if not plan.ready.exists() and may_train(plan):
+            plan.ready.touch()
         write_status(folder, plan, jobs)
         time.sleep(0.5)
         if time.time() > plan.deadline and not any(job.is_running for job in jobs):
@@ -329,6 +357,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--hours", type=float, default=100.0, help="speech to make, at most")
     parser.add_argument("--tokenizer-s", type=float, default=240.0, help="training time of the speech tokenizer")
     parser.add_argument("--begun", type=float, default=0.0, help="share of the schedule that out/ went through")
+    parser.add_argument("--packs", type=Path, help="Kokoro's packs; they are complete once a file `complete` is there")
+    parser.add_argument("--prepare-s", type=float, default=0.0, help="when the flow and the talker should have data")
+    parser.add_argument("--hift-s", type=float, help="when the vocoder ends, seconds from the start")
     parser.add_argument("--skip", action="append", default=[], metavar="JOB", help="leave a job out, say train_hift")
     parser.add_argument("--toy", action="store_true")
     parser.add_argument("--foreground", action="store_true", help="do not become a daemon")
@@ -347,7 +378,8 @@ def main(arguments: list[str] | None = None) -> None:
     supervise(Plan(
         data=given.data, device=given.device, is_toy=given.toy, start=now, deadline=now + 60 * given.minutes,
         workers=given.workers, hibari=given.hibari, corpus=given.corpus, hours=given.hours,
-        tokenizer_s=given.tokenizer_s, begun=given.begun, skipped=frozenset(given.skip),
+        tokenizer_s=given.tokenizer_s, begun=given.begun, packs=given.packs, prepare_s=given.prepare_s,
+        hift_s=given.hift_s, skipped=frozenset(given.skip),
     ))  # fmt: skip
 
 

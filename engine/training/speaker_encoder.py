@@ -2,13 +2,13 @@
 
     python -m engine.training.speaker_encoder --data DIR --budget 90 [--device cuda] [--toy]
 
-It learns to tell warps apart: each crop is played at a random rate on top of its voice's own, and the class is the
-whole pitch-and-formant factor in steps of about 3 %, under an additive angular margin. Ends with ``campplus.onnx``,
-``speaker_encoder.pt`` and ``speakers.npz`` (mean vector of each voice) in DIR.
+It learns to tell the speaker labels apart, each crop being played at one of three rates, which makes three classes of
+one label, under an additive angular margin. Where ``speaker_targets.npz`` (``vectors`` [labels, at least 192], what a
+larger encoder makes of each) is there, it also learns those, turned into 192 dimensions: they know more voices than
+there are here. Ends with ``campplus.onnx``, ``speaker_encoder.pt`` and ``speakers.npz`` in DIR.
 """
 
 import argparse
-import math
 import time
 from pathlib import Path
 
@@ -19,14 +19,17 @@ from torch import Tensor, nn
 from torchaudio.functional import resample  # type: ignore[import-untyped]
 
 from engine.conditioning import speaker_feat
-from engine.training.data import VOICES, Shards, write_npz
+from engine.training.data import FIRST_HELD_OUT, NUM_LABELS, map_npz, write_npz
 from engine.training.onnx_export import compare, export_fp16
-from engine.training.speech_tokenizer import RATE_HZ, Reel, learning_rate
+from engine.training.speech_tokenizer import Reel, learning_rate
 
 VECTOR = 192
-LOWEST, HIGHEST, NUM_CLASSES = 0.62, 1.42, 28
-RATES = tuple(range(16, 26))
+RATES = (20, 18, 22)
 """A crop resampled from 20 to r and played at the old rate is warped by 20 / r."""
+NUM_CLASSES = len(RATES) * FIRST_HELD_OUT
+TARGET_WEIGHT = 3.0
+VECTORS = 8
+"""Kept of each label."""
 MARGIN, SCALE = 0.2, 30.0
 CROP_UNITS = 96
 PEAK_RATE = 1e-3
@@ -92,29 +95,50 @@ class AngularMargin(nn.Module):
         return loss, (cosine.argmax(1) == labels).float().mean()
 
 
-def warp_class(warp: Tensor) -> Tensor:
-    """The class of a warp factor: equal steps of its logarithm."""
-    position = (warp / LOWEST).log() / math.log(HIGHEST / LOWEST) * NUM_CLASSES
-    return position.long().clamp(0, NUM_CLASSES - 1)
+def turned(vectors: Tensor) -> Tensor:
+    """Targets [labels, at least 192] less their mean, into 192 dimensions by a fixed map with orthogonal rows."""
+    made = torch.randn(vectors.shape[1], VECTOR, generator=torch.Generator().manual_seed(0))
+    return (vectors - vectors.mean(0)) @ torch.linalg.qr(made)[0]
+
+
+def read_targets(folder: Path, device: torch.device) -> Tensor | None:
+    """What the larger encoder makes of each label, [labels, 192], if it was asked."""
+    path = folder / "speaker_targets.npz"
+    return turned(torch.from_numpy(np.array(map_npz(path)["vectors"])).float()).to(device) if path.exists() else None
 
 
 def warped_batch(reel: Reel, count: int) -> tuple[Tensor, Tensor]:
     """Filter banks [count, T, 80] of crops at one random rate, with a little noise, and their classes."""
-    batch = reel.crops(count, CROP_UNITS)
-    rate = RATES[int(torch.randint(len(RATES), ()))]
-    voice_warps = torch.tensor([voice.warp for voice in VOICES], device=reel.device)
-    wave = resample(batch.wave, 20, rate)
+    batch = reel.crops(count, CROP_UNITS, evenly(reel))
+    warp = int(torch.randint(len(RATES), ()))
+    wave = resample(batch.wave, 20, RATES[warp]) if warp else batch.wave
     noise = 10 ** (-4.5 + 1.5 * torch.rand(count, 1, device=wave.device))
-    return speaker_feat(wave + noise * torch.randn_like(wave)), warp_class(voice_warps[batch.speaker] * 20 / rate)
+    return speaker_feat(wave + noise * torch.randn_like(wave)), batch.speaker + warp * FIRST_HELD_OUT
 
 
-def train(folder: Path, budget_s: float, device: torch.device, is_toy: bool) -> SpeakerEncoder:
+def evenly(reel: Reel) -> Tensor:
+    """Weights of the utterances that give each label nearly the same share."""
+    length = (reel.parts["end"][0] - reel.parts["first"][0]).float()
+    labels = reel.parts["speaker"][0]
+    total = torch.zeros(NUM_LABELS, device=length.device).index_add_(0, labels, length)
+    return length / total[labels] ** 0.9
+
+
+def target_loss(vectors: Tensor, classes: Tensor, targets: Tensor) -> Tensor:
+    """Cosine distance to the target of the label, over the crops at their own rate."""
+    distance = 1 - F.cosine_similarity(vectors, targets[classes % FIRST_HELD_OUT])
+    counts = (classes < FIRST_HELD_OUT).float()
+    return (distance * counts).sum() / counts.sum().clamp(min=1)
+
+
+def train(folder: Path, budget_s: float, device: torch.device, is_toy: bool) -> tuple[SpeakerEncoder, Reel]:
     """Train for ``budget_s`` seconds on the shards that are there (waits for the first)."""
     reel = Reel(folder, device, max_hours=20.0)
     while not reel.refresh():
         time.sleep(2)
     model, margin = SpeakerEncoder(64 if is_toy else 192).to(device), AngularMargin().to(device)
     parameters = [*model.parameters(), *margin.parameters()]
+    targets = read_targets(folder, device)
     optimiser = torch.optim.AdamW(parameters, PEAK_RATE, weight_decay=0.01)
     groups, rows = (2, 4) if is_toy else (8, 32)
     start = shown = time.monotonic()
@@ -125,7 +149,11 @@ def train(folder: Path, budget_s: float, device: torch.device, is_toy: bool) -> 
         batches = [warped_batch(reel, rows) for _ in range(groups)]
         shortest = min(fbank.shape[1] for fbank, _ in batches)
         fbank = torch.cat([fbank[:, :shortest] for fbank, _ in batches])
-        loss, accuracy = margin(model(fbank), torch.cat([labels for _, labels in batches]))
+        classes = torch.cat([classes for _, classes in batches])
+        vectors = model(fbank)
+        loss, accuracy = margin(vectors, classes)
+        if targets is not None:
+            loss = loss + TARGET_WEIGHT * target_loss(vectors, classes, targets)
         optimiser.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -136,41 +164,40 @@ def train(folder: Path, budget_s: float, device: torch.device, is_toy: bool) -> 
             share = 100 * float(accuracy)
             pace = f"{elapsed:.0f} s, {step / elapsed:.1f} steps/s"
             print(f"speaker encoder: {pace}, loss {float(loss.detach()):.3f}, {share:.0f} % right", flush=True)
-    return model.fold()
+    return model.fold(), reel
 
 
 @torch.no_grad()
-def export(model: SpeakerEncoder, folder: Path) -> None:
-    """Write the encoder and the mean vector of each voice; ValueError unless ONNX and module agree."""
+def export(model: SpeakerEncoder, reel: Reel, folder: Path, device: torch.device) -> None:
+    """Write the encoder and some vectors of each label; ValueError unless ONNX and module agree."""
     shape = {"width": model.blocks[0].norm.normalized_shape[0]}
     torch.save({"shape": shape, "state": model.state_dict()}, folder / "speaker_encoder.pt")
     path = folder / "campplus.onnx"
     export_fp16(model, (torch.randn(1, 200, 80),), path, {"input": {1: "frames"}}, {"output": {}})
-    data = Shards(folder)
-    by_voice = [_features(data, speaker) for speaker in range(len(VOICES))]
-    vectors = [torch.cat([model(f) for f in features]) if features else torch.zeros(1, VECTOR) for features in by_voice]
-    means = torch.stack([voice.mean(0) for voice in vectors])
-    write_npz(folder / "speakers.npz", {"vectors": means.numpy().astype(np.float32)})
-    agreement = compare(model, path, [(features,) for features in by_voice[0][:10]])
-    cosines = F.normalize(means) @ F.normalize(means).T
-    within = [float(F.cosine_similarity(v, m[None]).mean()) for v, m in zip(vectors, means, strict=True)]
-    print(f"{path.name}: {path.stat().st_size / 1e6:.1f} MB, ONNX agrees {agreement:.5f}")
-    print(f"cosine of an utterance to its voice {np.round(within, 3)}, voices with each other")
-    print(cosines.numpy().round(2))
+    model = model.to(device)
+    by_label = [_crops(reel, label) for label in range(NUM_LABELS)]
+    empty = torch.zeros(VECTORS, VECTOR, device=device)
+    vectors = torch.stack([model(fbank) if len(fbank) else empty for fbank in by_label]).cpu()
+    write_npz(folder / "speakers.npz", {"vectors": vectors.numpy().astype(np.float32)})
+    agreement = compare(model.cpu(), path, [(fbank[:1].cpu(),) for fbank in by_label if len(fbank)][:10])
+    heard = torch.tensor([len(fbank) > 0 for fbank in by_label])
+    means = F.normalize(F.normalize(vectors[heard], dim=-1).mean(1), dim=-1)
+    within = (F.normalize(vectors[heard], dim=-1) * means[:, None]).sum(-1).mean(1)
+    between = (means @ means.T).masked_fill(torch.eye(len(means), dtype=torch.bool), -1).amax(1)
+    print(f"{path.name}: {path.stat().st_size / 1e6:.1f} MB, ONNX agrees {agreement:.5f}, {len(means)} labels")
+    print(f"cosine of a crop to its label {within.mean():.3f}, least {within.min():.3f}; nearest other label "
+          f"{between.mean():.3f}, most {between.max():.3f}", flush=True)  # fmt: skip
     if agreement < 0.99:
         raise ValueError(f"speaker vectors: ONNX agrees in {agreement:.5f}, at least 0.99 is due")
 
 
-def _features(data: Shards, speaker: int, count: int = 20) -> list[Tensor]:
-    """Filter banks [1, T, 80] of the first ``count`` training utterances of a voice that last over two seconds."""
-    found: list[Tensor] = []
-    for utterance in data.utterances(data.train):
-        if utterance.speaker == speaker and utterance.seconds > 2:
-            wave = torch.from_numpy(utterance.wave.astype(np.float32) / 32768)[None]
-            found.append(speaker_feat(resample(wave, 24_000, RATE_HZ)))
-        if len(found) == count:
-            break
-    return found
+def _crops(reel: Reel, label: int) -> Tensor:
+    """Filter banks [8, T, 80] of crops of one label; none if it has no utterance."""
+    is_theirs = reel.parts["speaker"][0] == label
+    if not is_theirs.any():
+        return torch.zeros(0)
+    weight = is_theirs * (reel.parts["end"][0] - reel.parts["first"][0]).float()
+    return speaker_feat(reel.crops(VECTORS, CROP_UNITS, weight).wave)
 
 
 def main() -> None:
@@ -181,7 +208,8 @@ def main() -> None:
     parser.add_argument("--toy", action="store_true")
     args = parser.parse_args()
     torch.backends.cudnn.allow_tf32 = False  # resampling wants all of float32
-    export(train(args.data, args.budget, args.device, args.toy), args.data)
+    model, reel = train(args.data, args.budget, args.device, args.toy)
+    export(model, reel, args.data, args.device)
 
 
 if __name__ == "__main__":

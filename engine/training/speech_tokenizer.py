@@ -23,7 +23,18 @@ from torch import Tensor, nn
 from torchaudio.functional import resample  # type: ignore[import-untyped]
 
 from engine.conditioning import whisper_logmel
-from engine.training.data import MEL_HOP, UNIT_SAMPLES, Shard, Shards, is_held_out, read_shard, write_tokens
+from engine.training.data import (
+    FIRST_HELD_OUT,
+    FIRST_KOKORO,
+    MEL_HOP,
+    NUM_LABELS,
+    UNIT_SAMPLES,
+    Shard,
+    Shards,
+    is_held_out,
+    read_shard,
+    write_tokens,
+)
 from engine.training.onnx_export import compare, export_fp16
 
 RATE_HZ = 16_000
@@ -34,10 +45,13 @@ STRESS = (156, 157)
 SPACE = 16
 IGNORED = -100
 WINDOW = 24
-NUM_SPEAKERS = 16
 CROP_UNITS = 128
 """3.2 s: 80 tokens, 160 label frames of 20 ms, 320 log-mel frames."""
 MODEL_FILE, ONNX_FILE = "speech_tokenizer.pt", "speech_tokenizer_v3.onnx"
+ANCHOR_FILE = "anchor.pt"
+"""An earlier tokenizer, if there: training starts from it and keeps hibari's codes near its own."""
+ANCHOR_WEIGHT = 6.0
+KOKORO_SHARE = 0.6
 
 
 class Block(nn.Module):
@@ -111,7 +125,7 @@ class Heads(nn.Module):
     def __init__(self, width: int = 192) -> None:
         super().__init__()
         self.embed = nn.Linear(DIMENSIONS, width)
-        self.speaker = nn.Embedding(NUM_SPEAKERS, width)
+        self.speaker = nn.Embedding(NUM_LABELS, width)
         self.phoneme = _conv_head(width, NUM_SYMBOLS, 3)
         self.pitch = _conv_head(width, 2, 5)
         self.mel = _conv_head(width, 128, 5)
@@ -167,6 +181,7 @@ class Reel:
     def _load(self, shard: Shard) -> None:
         base = sum(len(part) for part in self.parts["phones"])
         keep = torch.tensor([not is_held_out(text) for text in shard.text])
+        keep &= torch.from_numpy(shard.speaker < FIRST_HELD_OUT)
         edges = torch.from_numpy(shard.units.astype(np.int64)) + base
         rows = {
             "wave": wave_16k(shard.wave, self.device),
@@ -180,11 +195,10 @@ class Reel:
             self.parts[name].append(part.to(self.device))
         self.hours += len(shard.phones) / (40 * 3600)
 
-    def crops(self, count: int, units: int) -> "Crops":
+    def crops(self, count: int, units: int, weight: Tensor | None = None) -> "Crops":
         """Random stretches of ``units``; a longer utterance is met more often, a shorter one is followed by silence."""
         part = {name: parts[0] for name, parts in self.parts.items()}
-        weight = (part["end"] - part["first"]).float()
-        chosen = torch.multinomial(weight, count, replacement=True)
+        chosen = torch.multinomial(self.mixed() if weight is None else weight, count, replacement=True)
         first, end = part["first"][chosen], part["end"][chosen]
         room = (end - first - units).clamp(min=0)
         start = first + (torch.rand(count, device=self.device) * (room + 1)).long().clamp(max=room)
@@ -199,6 +213,14 @@ class Reel:
             f0=part["f0"][index].flatten(1).float() * inside.repeat_interleave(2, 1),
             speaker=part["speaker"][chosen],
         )
+
+    def mixed(self) -> Tensor:
+        """A weight an utterance: its length, Kokoro's together ``KOKORO_SHARE`` of all if both teachers are there."""
+        length = (self.parts["end"][0] - self.parts["first"][0]).float()
+        is_kokoro = self.parts["speaker"][0] >= FIRST_KOKORO
+        ours, others = (length * is_kokoro).sum(), (length * ~is_kokoro).sum()
+        ratio = KOKORO_SHARE / (1 - KOKORO_SHARE) * others / ours.clamp(min=1)
+        return torch.where(is_kokoro & (others > 0), length * ratio, length)
 
 
 @dataclass
@@ -259,8 +281,20 @@ class Scores:
     mel_error: Tensor
 
 
-def scores(model: SpeechTokenizer, heads: Heads, batch: Crops, heard: Tensor) -> Scores:
-    """Phoneme cross-entropy 1, voicing 0.3, log F0 1, log-mel 0.3 (natural log) on the sound as ``heard``.
+def drift(squashed: Tensor, batch: Crops, anchor: SpeechTokenizer) -> Tensor:
+    """Mean squared distance from what the ``anchor`` makes of hibari's clean rows, 0 if there are none."""
+    lengths = (batch.num_units * 5 // 2).to(torch.int32)
+    with torch.no_grad():
+        due = anchor.squashed(whisper_logmel(batch.wave), lengths)
+    inside = torch.arange(due.shape[1], device=due.device) < ((lengths + 3) // 4)[:, None]
+    counts = (inside & (batch.speaker < FIRST_KOKORO)[:, None]).float()
+    return ((squashed - due).square().mean(-1) * counts).sum() / counts.sum().clamp(min=1)
+
+
+def scores(
+    model: SpeechTokenizer, heads: Heads, batch: Crops, heard: Tensor, anchor: SpeechTokenizer | None = None
+) -> Scores:
+    """Phoneme cross-entropy 1, voicing 0.3, log F0 1, log-mel 0.3 (natural log) on the sound as ``heard``; the anchor.
 
     Under gradients on a GPU the networks run in bfloat16; the features never do.
     """
@@ -270,6 +304,7 @@ def scores(model: SpeechTokenizer, heads: Heads, batch: Crops, heard: Tensor) ->
     with torch.autocast(heard.device.type, torch.bfloat16, enabled=is_half):
         squashed = model.squashed(logmel, lengths)
         outputs = heads(straight_through(squashed), batch.speaker)
+        held = drift(squashed.float(), batch, anchor) if anchor else 0.0
     phoneme, pitch, mel = (out.float() for out in outputs)
     frames = phoneme.shape[1]
     labels = at_50_hz(batch.phones, 40, frames)
@@ -283,7 +318,7 @@ def scores(model: SpeechTokenizer, heads: Heads, batch: Crops, heard: Tensor) ->
     cross_entropy = F.cross_entropy(phoneme.transpose(1, 2), labels, ignore_index=IGNORED)
     known = labels != IGNORED
     return Scores(
-        total=cross_entropy + 0.3 * voicing + f0_error + 0.3 * mel_error,
+        total=cross_entropy + 0.3 * voicing + f0_error + 0.3 * mel_error + ANCHOR_WEIGHT * held,
         accuracy=((phoneme.argmax(-1) == labels) & known).sum() / known.sum().clamp(min=1),
         f0_error=f0_error.detach(),
         mel_error=mel_error.detach(),
@@ -318,18 +353,21 @@ def train(folder: Path, budget_s: float, device: torch.device, plan: Plan) -> Sp
     reel = Reel(folder, device, plan.max_hours)
     while not reel.refresh() or reel.hours < plan.first_hours:
         time.sleep(2)
-    model = SpeechTokenizer(plan.width, plan.num_blocks).to(device)
+    anchor = read_model(folder, device, ANCHOR_FILE) if (folder / ANCHOR_FILE).exists() else None
+    model = read_model(folder, device, ANCHOR_FILE) if anchor else SpeechTokenizer(plan.width, plan.num_blocks)
+    model = model.to(device).train()
     heads = Heads().to(device)
     parameters = [*model.parameters(), *heads.parameters()]
-    optimiser = torch.optim.AdamW(parameters, plan.peak_rate, betas=(0.9, 0.98), weight_decay=0.01)
+    groups = [{"params": [*model.parameters()], "scale": 0.5 if anchor else 1.0}, {"params": [*heads.parameters()]}]
+    optimiser = torch.optim.AdamW(groups, plan.peak_rate, betas=(0.9, 0.98), weight_decay=0.01)
     start = shown = refreshed = time.monotonic()
     step = 0
     print(f"speech tokenizer: {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {reel.hours:.1f} h")
     while (elapsed := time.monotonic() - start) < budget_s:
         for group in optimiser.param_groups:
-            group["lr"] = learning_rate(elapsed / budget_s, plan.peak_rate)
+            group["lr"] = learning_rate(elapsed / budget_s, plan.peak_rate) * group.get("scale", 1.0)
         batch = reel.crops(plan.batch, plan.units)
-        score = scores(model, heads, batch, disturbed(batch.wave))
+        score = scores(model, heads, batch, disturbed(batch.wave), anchor)
         optimiser.zero_grad(set_to_none=True)
         score.total.backward()
         nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -344,8 +382,17 @@ def train(folder: Path, budget_s: float, device: torch.device, plan: Plan) -> Sp
             refreshed = time.monotonic()
     for parameter in model.parameters():
         parameter.data = parameter.data.half().float()
-    report(model.eval(), heads.eval(), reel)
+    save(model.eval(), folder)
+    report(model, heads.eval(), reel, anchor)
     return model
+
+
+def save(model: SpeechTokenizer, folder: Path) -> None:
+    """Write the weights; the tokenising may begin the moment they are there."""
+    shape = {"width": model.norm.normalized_shape[0], "num_blocks": len(model.blocks)}
+    part = folder / f"{MODEL_FILE}.part"
+    torch.save({"shape": shape, "state": {k: v.cpu() for k, v in model.state_dict().items()}}, part)
+    part.replace(folder / MODEL_FILE)
 
 
 def _line(score: Scores) -> str:
@@ -356,10 +403,36 @@ def _line(score: Scores) -> str:
 
 
 @torch.no_grad()
-def report(model: SpeechTokenizer, heads: Heads, reel: Reel) -> None:
-    """Print the scores on held-out utterances and how the codes are used."""
+def report(model: SpeechTokenizer, heads: Heads, reel: Reel, anchor: SpeechTokenizer | None) -> None:
+    """Print the scores on held-out utterances, apart for each kind of speaker, and how the codes are used."""
+    held_out = [(i, reel.data.utterance(i).speaker) for i in reel.data.held_out]
+    groups = {
+        "hibari": (0, FIRST_KOKORO),
+        "Kokoro": (FIRST_KOKORO, FIRST_HELD_OUT),
+        "new voices": (FIRST_HELD_OUT, NUM_LABELS),
+    }
+    for name, (low, high) in groups.items():
+        chosen = [i for i, speaker in held_out if low <= speaker < high][:60]
+        _report_group(name, model, heads, reel, chosen)
+        if anchor and chosen:
+            _report_group(f"{name}, anchor's codes", anchor, heads, reel, chosen)
+    batch = reel.crops(64, 128)
+    lengths = (batch.num_units * 5 // 2).to(torch.int32)
+    ids = model(whisper_logmel(batch.wave), lengths)
+    if anchor:
+        rows = batch.speaker < FIRST_KOKORO
+        same = ids[rows] == anchor(whisper_logmel(batch.wave), lengths)[rows]
+        print(f"{100 * float(same.float().mean()):.1f} % of hibari's ids are the anchor's")
+    counts = torch.bincount(ids.flatten(), minlength=LEVELS**DIMENSIONS).float()
+    share = counts[counts > 0] / counts.sum()
+    repeats = float((ids[:, 1:] == ids[:, :-1]).float().mean())
+    entropy = float(-(share * share.log2()).sum())
+    print(f"codes used {len(share)}, entropy {entropy:.1f} bit, {100 * repeats:.1f} % repeat the last", flush=True)
+
+
+def _report_group(name: str, model: SpeechTokenizer, heads: Heads, reel: Reel, chosen: list[int]) -> None:
     totals = []
-    for utterance in reel.data.utterances(reel.data.held_out[:150]):
+    for utterance in reel.data.utterances(chosen):
         units = len(utterance.phones) // 8 * 8
         batch = Crops(
             wave=wave_16k(utterance.wave, reel.device)[:units].float().div(32768).flatten()[None],
@@ -371,22 +444,12 @@ def report(model: SpeechTokenizer, heads: Heads, reel: Reel) -> None:
         totals.append(scores(model, heads, batch, batch.wave))
     if totals:
         means = (torch.stack([getattr(t, name) for t in totals]).mean() for name in Scores.__dataclass_fields__)
-        print(f"speech tokenizer held out ({len(totals)} utterances): {_line(Scores(*means))}")
-    batch = reel.crops(64, 128)
-    lengths = (batch.num_units * 5 // 2).to(torch.int32)
-    ids = model(whisper_logmel(batch.wave), lengths)
-    counts = torch.bincount(ids.flatten(), minlength=LEVELS**DIMENSIONS).float()
-    share = counts[counts > 0] / counts.sum()
-    repeats = float((ids[:, 1:] == ids[:, :-1]).float().mean())
-    entropy = float(-(share * share.log2()).sum())
-    print(f"codes used {len(share)}, entropy {entropy:.1f} bit, {100 * repeats:.1f} % repeat the last", flush=True)
+        print(f"speech tokenizer held out, {name} ({len(totals)} utterances): {_line(Scores(*means))}", flush=True)
 
 
 def export(model: SpeechTokenizer, folder: Path, data: Shards) -> None:
-    """Write the weights and the ONNX file; ValueError unless both give the same ids on 50 utterances, padded or not."""
+    """Write the ONNX file; ValueError unless both give the same ids on 50 utterances, padded or not."""
     model = model.cpu().eval()
-    shape = {"width": model.norm.normalized_shape[0], "num_blocks": len(model.blocks)}
-    torch.save({"shape": shape, "state": model.state_dict()}, folder / MODEL_FILE)
     example = (torch.randn(1, 128, 300), torch.tensor([300], dtype=torch.int32))
     path = folder / ONNX_FILE
     inputs, outputs = {"feats": {2: "frames"}, "feats_length": {}}, {"indices": {1: "tokens"}}
@@ -414,9 +477,9 @@ def _padded_agreement(model: SpeechTokenizer, cases: list[tuple[Tensor, Tensor]]
     return float(torch.cat(same).mean())
 
 
-def read_model(folder: Path, device: torch.device) -> SpeechTokenizer:
+def read_model(folder: Path, device: torch.device, name: str = MODEL_FILE) -> SpeechTokenizer:
     """The frozen model of a data folder."""
-    saved = torch.load(folder / MODEL_FILE, weights_only=True)
+    saved = torch.load(folder / name, weights_only=True)
     model = SpeechTokenizer(**saved["shape"])
     model.load_state_dict(saved["state"])
     return model.to(device).eval()
@@ -454,7 +517,7 @@ def tokenise(folder: Path, device: torch.device, follow: bool, idle_s: float) ->
     last = start = time.monotonic()
     num_done, num_ids = 0, 0
     while True:
-        shards = sorted(folder.glob("shard-*.npz"))
+        shards = sorted(folder.glob("shard-*.npz"), reverse=True)  # Kokoro's first: training waits for them
         waiting = [path for path in shards if not path.with_name(path.name.replace("shard", "tokens")).exists()]
         for path in waiting:
             shard = read_shard(path)

@@ -1,5 +1,8 @@
 """Text as the talker's ids, the way serving encodes it, and the same text broken into smaller pieces (BPE dropout)."""
 
+import lzma
+import random
+import re
 import wave as wavefile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,12 +15,14 @@ from torchaudio.functional import resample  # type: ignore[import-untyped]
 
 from engine.conditioning import onnx_session, run_onnx, whisper_logmel
 from engine.frontend import END_OF_PROMPT, PROMPT_PREFIX, Tokenizer
-from engine.training.data import VOICES
+from engine.training.data import FIRST_KOKORO, SHIPPED, VOICES
 
 TOKENIZER_FOLDER = "CosyVoice-BlankEN"
 SPEECH_TOKENIZER = "speech_tokenizer_v3.onnx"
 BREAK = 0.1
 ENDERS = ".?!;:"
+PRONUNCIATIONS = "pronunciations.txt.xz"
+"""Lines of a word and its CMU phonemes, say `weather W EH1 DH ER0`; optional."""
 
 
 class TextIds:
@@ -31,12 +36,35 @@ class TextIds:
         self._plain = _copy(tokenizer)
         self._broken = _copy(tokenizer)
         self._broken.model.dropout = BREAK
+        self._steered = tokenizer
+        self._pronunciations = read_pronunciations(data / PRONUNCIATIONS)
 
     def clean(self, texts: list[str]) -> list[list[int]]:
         return _encode(self._plain, texts)
 
     def broken(self, texts: list[str]) -> list[list[int]]:
         return _encode(self._broken, texts)
+
+    def spelled(self, texts: list[str], seed: int) -> list[list[int]]:
+        """A word or two of each text as CMU phonemes, the way a caller overrides a pronunciation."""
+        dice = random.Random(seed)
+        return [self._steered.encode(self._spell(ended(text), dice), allow_controls=True) for text in texts]
+
+    def _spell(self, text: str, dice: random.Random) -> str:
+        known = [m for m in re.finditer(r"[A-Za-z']+", text) if m[0].lower() in self._pronunciations]
+        chosen = dice.sample(known, min(len(known), dice.choice((1, 1, 2))))
+        for word in sorted(chosen, key=lambda m: -m.start()):
+            phonemes = "".join(f"[{phoneme}]" for phoneme in self._pronunciations[word[0].lower()])
+            text = text[: word.start()] + phonemes + text[word.end() :]
+        return text
+
+
+def read_pronunciations(path: Path) -> dict[str, list[str]]:
+    """Words in lower case and their phonemes; empty if there is no such file."""
+    if not path.exists():
+        return {}
+    with lzma.open(path, "rt", encoding="ascii") as file:
+        return {word: phonemes for word, *phonemes in map(str.split, file)}
 
 
 def _copy(tokenizer: Tokenizer) -> Any:
@@ -78,6 +106,7 @@ def shipped_prompts(data: Path) -> Iterator[tuple[int, str, str, NDArray[np.int1
         return
     session = onnx_session(model, 2)
     labels = {voice.name: label for label, voice in enumerate(VOICES)}
+    labels |= {name: FIRST_KOKORO + number for number, name in enumerate(SHIPPED)}
     for path in sorted((data / "prompts").glob("*.wav")):
         if path.stem in labels:
             transcript = path.with_suffix(".txt").read_text(encoding="utf-8").strip()

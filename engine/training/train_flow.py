@@ -63,11 +63,12 @@ def densify(conv: nn.Conv1d) -> None:
 
 
 def loss_of(flow: Flow, batch: Spans, speakers: Tensor, *, causal: bool, to_end: bool) -> Tensor:
-    """Squared error of the velocity at a random time, in nat^2."""
+    """Squared error of the velocity at a random time, in nat^2. speakers [labels, several, 192]: one is drawn a row."""
     rows, frames = batch.mel.shape[:2]
     device = batch.mel.device
     target = batch.mel.transpose(1, 2)  # [B, 80, T]
-    embedding = F.normalize(speakers[batch.speaker], dim=1)
+    which = torch.randint(speakers.shape[1], (rows,), device=device)
+    embedding = F.normalize(speakers[batch.speaker, which], dim=1)
     embedding = embedding + torch.randn_like(embedding) * (0.15 / embedding.shape[1] ** 0.5)
     mu, spk = flow.conditioning(batch.tokens, embedding, finalize=to_end)
     share = torch.rand(rows, 4, device=device)
@@ -83,6 +84,25 @@ def loss_of(flow: Flow, batch: Spans, speakers: Tensor, *, causal: bool, to_end:
     mask = flow.chunk_mask(frames) if causal else None
     guess = flow.estimate(x, mu * keep, spk * keep[:, :, 0], cond * keep, t, mask)
     return F.mse_loss(guess.float(), velocity)
+
+
+def rehearse(flow: Flow, stage: Stage) -> None:
+    """Compile before the data are there: a step each on noise, of two shapes, with and without the chunk mask."""
+    speakers = torch.randn(1, 1, SHAPE.speaker, device=stage.device)
+    for rows, num_tokens in ((105, 152), (64, 248)) if stage.compile else ():
+        for causal, to_end in ((True, False), (False, True)):
+            made = Spans(
+                tokens=torch.randint(
+                    6561, (rows, num_tokens + (0 if to_end else SHAPE.lookahead)), device=stage.device
+                ),
+                mel=torch.randn(rows, 2 * num_tokens, SHAPE.mel, device=stage.device),
+                speaker=torch.zeros(rows, dtype=torch.long, device=stage.device),
+            )
+            with stage.autocast():
+                loss = loss_of(flow, made, speakers, causal=causal, to_end=to_end)
+            loss.backward()
+            flow.zero_grad(set_to_none=True)
+        stage.log.info("rehearsed %d rows of %d tokens", rows, num_tokens)
 
 
 def trained_vectors(stage: Stage) -> Tensor:
@@ -101,6 +121,8 @@ def train(stage: Stage) -> None:
         ):
             densify(conv)  # type: ignore[arg-type]
     fuse_layers(stage, flow.estimator.transformer_blocks)
+    rehearse(flow, stage)
+    stage.wait()
     speakers = trained_vectors(stage)
     shards = Shards(stage.data)
     streams = Streams(stage.device, len(speakers))

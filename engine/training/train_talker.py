@@ -2,7 +2,9 @@
 
 Each sample is what serving feeds: `sos, prompt text, text, task, prompt speech`, then the speech to predict and `eos`.
 Most samples carry another utterance of the same speaker as their prompt; some carry the very prompt of a shipped voice;
-the rest have only the instruction prefix. Text streaming (the 5:15 interleave) is not trained in this version.
+the rest have only the instruction prefix. Half of the samples that have three ids of speech for one of text are woven
+as a stream of text is served: `sos, prefix`, then 5 ids of text and 15 of speech in turn, each fifteenth followed by
+the target `fill`, which is never fed; the rest of the text, `task` and the rest of the speech end it.
 
 B rows, L positions, M speech positions that count.
 """
@@ -19,7 +21,7 @@ from torch.nn import functional as F
 
 from engine.talker import Talker, TalkerShape
 from engine.training import text_ids
-from engine.training.data import Shards
+from engine.training.data import FIRST_KOKORO, Shards
 from engine.training.pace import (
     SAVE_EVERY_S,
     Ema,
@@ -39,6 +41,11 @@ SMOOTHING = 0.03
 CORRUPTED = 0.12
 DROPOUT = 0.1
 SEGMENTS = 7
+PROMPT_TEXT, TEXT, TASK, PROMPT_SPEECH, SPEECH = 2, 3, 4, 5, 6
+TEXT_BLOCK, SPEECH_BLOCK = 5, 15
+WOVEN, SPELLED = 0.5, 0.15
+KOKORO_LAPS = 2
+VARIANTS = 5  # of each text: whole, three times broken, a word as phonemes
 LENGTHS = (96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 1024)
 PAIRED, FIXED = (
     0.5,
@@ -74,11 +81,13 @@ def drop_out(talker: Talker) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """starts, lengths [B, 7]: each row's segments in the pool; free_prompt [B]: whether prompt speech counts too."""
+    """starts, lengths [B, 7]: each row's segments in the pool; free_prompt [B]: whether prompt speech counts too;
+    woven [B]: whether text and speech are interleaved."""
 
     starts: NDArray[np.int64]
     lengths: NDArray[np.int64]
     free_prompt: NDArray[np.bool_]
+    woven: NDArray[np.bool_]
     width: int
 
 
@@ -87,10 +96,10 @@ class Pool:
 
     def __init__(self, texts: text_ids.TextIds, speech_vocab: int, device: torch.device) -> None:
         self.texts, self.offset, self.device = texts, speech_vocab, device
-        special = [speech_vocab - 200, speech_vocab - 198, speech_vocab - 199]  # sos, task, eos
+        special = [speech_vocab - 200 + i for i in (0, 2, 1, 3)]  # sos, task, eos, fill
         self._parts: list[NDArray[np.int64]] = [np.array(special), np.array(texts.prefix) + speech_vocab]
-        self._size = 3 + len(texts.prefix)
-        self.prefix = (3, len(texts.prefix))
+        self._size = 4 + len(texts.prefix)
+        self.prefix = (4, len(texts.prefix))
         self.speech: list[tuple[int, int]] = []
         self.clean: list[tuple[int, int]] = []
         self.broken: list[list[tuple[int, int]]] = []
@@ -119,6 +128,7 @@ class Pool:
             return 0
         clean = self.texts.clean([u.text for u in said])
         broken = [self.texts.broken([u.text for u in said]) for _ in range(3)]
+        broken.append(self.texts.spelled([u.text for u in said], seed=self._size))
         for row, u in enumerate(said):
             assert u.tokens is not None, "filtered above"
             self.clean.append(self._put(np.array(clean[row]) + self.offset))
@@ -133,18 +143,22 @@ class Pool:
         self._parts = [joined]
         self.ids = torch.from_numpy(joined).to(self.device)
         self._clean = np.array(self.clean, np.int64).reshape(-1, 2)
-        self._texts = np.concatenate([self._clean[:, None], np.array(self.broken, np.int64).reshape(-1, 3, 2)], 1)
+        broken = np.array(self.broken, np.int64).reshape(-1, VARIANTS - 1, 2)
+        self._texts = np.concatenate([self._clean[:, None], broken], 1)
         self._speech = np.array(self.speech, np.int64).reshape(-1, 2)
         self._speaker = np.array(self.speaker, np.int64)
 
     def epoch(self, rng: np.random.Generator, tokens_a_batch: int) -> list[Batch]:
-        """Every utterance once as a target, in batches of about `tokens_a_batch` positions of like length."""
-        count = len(self._speech)
-        targets = rng.permutation(count)
+        """Every utterance as a target, Kokoro's twice, in batches of about `tokens_a_batch` places of like length."""
+        kokoro = np.flatnonzero(self._speaker >= FIRST_KOKORO)
+        targets = rng.permutation(np.concatenate([np.arange(len(self._speech)), *[kokoro] * (KOKORO_LAPS - 1)]))
+        count = len(targets)
         segments = np.zeros((count, SEGMENTS, 2), np.int64)
         segments[:, 0] = (0, 1)
         segments[:, 1] = self.prefix
-        version = np.where(rng.random(count) < 0.5, 0, rng.integers(1, 4, count))
+        chance = rng.random(count)
+        version = np.where(chance < 0.5, 0, rng.integers(1, VARIANTS - 1, count))
+        version[chance > 1 - SPELLED] = VARIANTS - 1
         segments[:, 3] = self._texts[targets, version]
         segments[:, 4] = (1, 1)
         segments[:, 6] = self._speech[targets]
@@ -152,7 +166,11 @@ class Pool:
         free = self._pair(segments, targets, form < PAIRED, rng)
         free &= ~self._fix(segments, targets, (form >= PAIRED) & (form < PAIRED + FIXED), rng)
         total = segments[:, :, 1].sum(1) + 1
-        return self._batches(segments, free, total, rng, tokens_a_batch)
+        lengths = segments[:, :, 1]
+        text, speech = lengths[:, [PROMPT_TEXT, TEXT]].sum(1), lengths[:, [PROMPT_SPEECH, SPEECH]].sum(1)
+        is_able = (speech * TEXT_BLOCK > text * SPEECH_BLOCK) & (text >= TEXT_BLOCK)
+        woven = is_able & (rng.random(count) < WOVEN)
+        return self._batches(segments, free, woven, total, rng, tokens_a_batch)
 
     def _pair(self, segments: NDArray[np.int64], targets: NDArray[np.int64], chosen: NDArray[np.bool_],
               rng: np.random.Generator) -> NDArray[np.bool_]:  # fmt: skip
@@ -182,14 +200,14 @@ class Pool:
             done[rows] = True
         return done
 
-    def _batches(self, segments: NDArray[np.int64], free: NDArray[np.bool_], total: NDArray[np.int64],
-                 rng: np.random.Generator, tokens_a_batch: int) -> list[Batch]:  # fmt: skip
+    def _batches(self, segments: NDArray[np.int64], free: NDArray[np.bool_], woven: NDArray[np.bool_],
+                 total: NDArray[np.int64], rng: np.random.Generator, tokens_a_batch: int) -> list[Batch]:  # fmt: skip
         batches = []
         for low, width in zip((0, *LENGTHS), LENGTHS, strict=False):
             rows = rng.permutation(np.flatnonzero((total > low) & (total <= width)))
             size = max(1, tokens_a_batch // width)
             for part in (rows[i : i + size] for i in range(0, len(rows), size)):
-                batches.append(Batch(segments[part, :, 0], segments[part, :, 1], free[part], width))
+                batches.append(Batch(segments[part, :, 0], segments[part, :, 1], free[part], woven[part], width))
         order = rng.permutation(len(batches))
         return [
             batches[i]
@@ -213,31 +231,63 @@ class Rows:
     counted: Tensor  # places, in the flattened [B * L], that the loss looks at
 
 
-def assemble(pool: Tensor, batch: Batch) -> Rows:
-    """Gather the segments of each row (sos, prefix, prompt text, text, task, prompt speech, speech) side by side.
+def laid(lengths: Tensor, woven: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What stands at each place: its segment (7: beyond the end) and its number in that, [B, width + 1]; whether `fill`
+    is the target there."""
+    ends = lengths.cumsum(1)  # [B, 7]
+    at = torch.arange(width + 1, device=lengths.device).expand(len(lengths), -1).contiguous()
+    plain = torch.searchsorted(ends, at, right=True)
+    offset = at - (ends - lengths).gather(1, plain.clamp(max=SEGMENTS - 1))
+    text, speech = lengths[:, PROMPT_TEXT : TEXT + 1].sum(1), lengths[:, PROMPT_SPEECH:].sum(1)
+    blocks = torch.minimum(text // TEXT_BLOCK, speech // SPEECH_BLOCK)[:, None]
+    size = TEXT_BLOCK + SPEECH_BLOCK
+    after = at - ends[:, 1:2]  # the prefix
+    block, within = after // size, after % size
+    in_block = block < blocks
+    rest, left = after - size * blocks, text[:, None] - TEXT_BLOCK * blocks
+    is_text = torch.where(in_block, within < TEXT_BLOCK, rest < left)
+    spoken = torch.where(in_block, SPEECH_BLOCK * block + within - TEXT_BLOCK, SPEECH_BLOCK * blocks + rest - left - 1)
+    number = torch.where(
+        is_text, torch.where(in_block, TEXT_BLOCK * block + within, TEXT_BLOCK * blocks + rest), spoken
+    )
+    first = torch.where(is_text, lengths[:, PROMPT_TEXT, None], lengths[:, PROMPT_SPEECH, None])
+    segment = torch.where(is_text, PROMPT_TEXT, PROMPT_SPEECH) + (number >= first)
+    number = number - first * (number >= first)
+    segment = torch.where(~in_block & (rest == left), TASK, segment)
+    number = torch.where(segment == TASK, 0, number)
+    segment = torch.where(~is_text & (spoken >= speech[:, None]), SEGMENTS, segment)
+    is_woven = woven[:, None] & (after >= 0)
+    is_fill = is_woven & in_block & (within == size - 1)
+    return torch.where(is_woven, segment, plain), torch.where(is_woven, number, offset), is_fill[:, :-1]
 
-    The target of a place is the id after it; after the speech comes eos. Pool places 0, 1, 2: sos, task, eos.
+
+def assemble(pool: Tensor, batch: Batch) -> Rows:
+    """Gather the segments of each row (sos, prefix, prompt text, text, task, prompt speech, speech), woven or in turn.
+
+    The target of a place is the id after it, or fill; eos comes after the speech. Pool places 0..3: sos, task, eos,
+    fill.
     """
     counted = torch.from_numpy(counted_places(batch)).to(pool.device, non_blocking=True)
-    starts, lengths = (torch.from_numpy(a).to(pool.device, non_blocking=True) for a in (batch.starts, batch.lengths))
-    ends = lengths.cumsum(1)  # [B, 7]
-    at = torch.arange(batch.width + 1, device=pool.device).expand(len(starts), -1).contiguous()
-    segment = torch.searchsorted(ends, at, right=True)  # 0..7, 7 is beyond the speech
-    inside = segment.clamp(max=SEGMENTS - 1)
-    place = starts.gather(1, inside) + at - (ends - lengths).gather(1, inside)
+    starts, lengths, woven = (
+        torch.from_numpy(a).to(pool.device, non_blocking=True) for a in (batch.starts, batch.lengths, batch.woven)
+    )
+    segment, number, is_fill = laid(lengths, woven, batch.width)
+    place = starts.gather(1, segment.clamp(max=SEGMENTS - 1)) + number
     ids = pool[torch.where(segment < SEGMENTS, place, 2)]
-    is_speech = (segment == 6) | (segment == 5)
-    return Rows(ids=ids[:, :-1], targets=ids[:, 1:], is_speech=is_speech[:, :-1], counted=counted)
+    is_speech = (segment == SPEECH) | (segment == PROMPT_SPEECH)
+    targets = torch.where(is_fill, pool[3], ids[:, 1:])
+    return Rows(ids=ids[:, :-1], targets=targets, is_speech=is_speech[:, :-1], counted=counted)
 
 
 def counted_places(batch: Batch) -> NDArray[np.int64]:
-    """Flat places whose target is speech to learn or its eos; found on the host: no step waits for the device."""
-    ends = batch.lengths.cumsum(1)
-    first = np.where(batch.free_prompt, ends[:, 4], ends[:, 5]) - 1
-    counts = ends[:, 6] - first
-    row = np.repeat(np.arange(len(counts)), counts)
-    within = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
-    return row * batch.width + first[row] + within
+    """Flat places whose target is speech to learn, its eos or fill; found on the host: no step waits for the device."""
+    lengths, woven, free = (torch.from_numpy(a) for a in (batch.lengths, batch.woven, batch.free_prompt))
+    segment, _, is_fill = laid(lengths, woven, batch.width)
+    here, after = segment[:, :-1], segment[:, 1:]
+    is_learnt = (after == SPEECH) | (free[:, None] & (after == PROMPT_SPEECH))
+    is_learnt |= is_fill & ((here == SPEECH) | free[:, None])
+    is_learnt |= (here < SEGMENTS) & (after == SEGMENTS)
+    return is_learnt.flatten().nonzero().squeeze(1).numpy()
 
 
 def smoothed(logits: Tensor, target: Tensor, num_codes: int, smoothing: float) -> tuple[Tensor, Tensor]:
@@ -313,6 +363,23 @@ def fix_prompts(pool: Pool, stage: Stage) -> None:
         stage.log.info("prompt of %s (speaker %d): %d tokens", name, speaker, len(tokens))
 
 
+def rehearse(talker: Talker, stage: Stage, judge: Judge) -> None:
+    """Compile before the data are there: a step each on random ids of two shapes."""
+    for rows, width in ((340, 192), (128, 512)) if stage.compile else ():
+        codes = torch.randint(talker.shape.num_codes, (rows, width + 1), device=stage.device)
+        is_speech = torch.rand(rows, width, device=stage.device) < 0.7
+        words = talker.shape.speech_vocab + codes[:, :-1] % talker.shape.text_vocab
+        made = Rows(
+            ids=torch.where(is_speech, codes[:, :-1], words), targets=codes[:, 1:], is_speech=is_speech,
+            counted=is_speech.flatten().nonzero().squeeze(1),
+        )  # fmt: skip
+        with stage.autocast():
+            loss, _ = loss_of(talker, made, corrupted=CORRUPTED, smoothing=SMOOTHING, judge=judge)
+        loss.backward()
+        talker.zero_grad(set_to_none=True)
+        stage.log.info("rehearsed %d rows of %d", rows, width)
+
+
 def train(stage: Stage) -> None:
     """Train until the deadline; EMA to out/llm.safetensors."""
     texts = text_ids.TextIds(stage.data)
@@ -322,6 +389,8 @@ def train(stage: Stage) -> None:
     drop_out(talker)
     fuse_layers(stage, talker.decoder.layers)
     judge = torch.compile(smoothed, dynamic=True) if stage.compile else smoothed
+    rehearse(talker, stage, judge)
+    stage.wait()
     ema = Ema(talker, 0.999)
     opt = optimiser(decayed(talker, 0.05), (0.9, 0.98), 0.05, stage.device)  # type: ignore[arg-type]
     shards = Shards(stage.data)

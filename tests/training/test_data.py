@@ -88,6 +88,6 @@ def test_mapped_arrays_equal_numpys(tmp_path: Path) -> None:
 
 
 def test_speaker_vectors(tmp_path: Path) -> None:
-    vectors = np.random.default_rng(0).standard_normal((4, 192)).astype(np.float32)
+    vectors = np.random.default_rng(0).standard_normal((4, 3, 192)).astype(np.float32)
     write_npz(tmp_path / "speakers.npz", {"vectors": vectors})
     np.testing.assert_array_equal(read_speakers(tmp_path), vectors)

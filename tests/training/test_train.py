@@ -1,6 +1,7 @@
 """The training stages: what a batch holds, that a step learns, that a stage resumes and leaves loadable files."""
 
 import logging
+import lzma
 import time
 from pathlib import Path
 
@@ -10,14 +11,16 @@ import torch
 
 from engine.conditioning import prompt_mel
 from engine.flow import Flow
+from engine.frontend import Tokenizer
 from engine.hift import Hift
-from engine.talker import Talker
+from engine.talker import Limits, Talker
+from engine.text_stream import TextStream
 from engine.training import train_flow, train_hift, train_talker
 from engine.training.data import Shards, Utterance, write_npz, write_shard, write_tokens
 from engine.training.pace import Alarm, Budget, Ema, Stage, guarded, resume, save_half
 from engine.training.resident import Streams, Waves
 from engine.training.run import Job
-from engine.training.text_ids import TOKENIZER_FOLDER, TextIds
+from engine.training.text_ids import PRONUNCIATIONS, TOKENIZER_FOLDER, TextIds
 from engine.training.tokenizer import train_bpe
 
 CPU = torch.device("cpu")
@@ -43,7 +46,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         said.append(Utterance((wave * 32767).astype(np.int16), text, phones, f0.astype(np.float16), number % 2, None))
     write_shard(folder, 0, said)
     write_tokens(folder, 0, [rng.integers(0, 6561, len(u.wave) // 960).astype(np.int16) for u in said])
-    write_npz(folder / "speakers.npz", {"vectors": rng.standard_normal((2, 192)).astype(np.float32)})
+    write_npz(folder / "speakers.npz", {"vectors": rng.standard_normal((2, 3, 192)).astype(np.float32)})
     train_bpe([u.text for u in said], folder / TOKENIZER_FOLDER)
     return folder
 
@@ -149,7 +152,10 @@ def test_rows_are_what_serving_feeds(data: Path) -> None:
     seen = set()
     for batch in pool.epoch(np.random.default_rng(0), 2048):
         rows = train_talker.assemble(pool.ids, batch)
-        for ids, targets, lengths, free in zip(rows.ids, rows.targets, batch.lengths, batch.free_prompt, strict=True):
+        columns = (rows.ids, rows.targets, batch.lengths, batch.free_prompt, batch.woven)
+        for ids, targets, lengths, free, is_woven in zip(*columns, strict=True):
+            if is_woven:
+                continue
             _, prefix, prompt, text, _, speech, target = lengths.tolist()
             words = 1 + prefix + prompt
             made = talker.prefill_rows(
@@ -169,13 +175,59 @@ def test_rows_are_what_serving_feeds(data: Path) -> None:
     assert seen == {(True, True), (True, False), (False, False)}  # a pair, the served prompt, no prompt
 
 
+def test_woven_rows_are_what_a_stream_of_text_feeds(data: Path) -> None:
+    pool, talker = pool_of(data)
+    special, offset = talker.shape.special, talker.shape.speech_vocab
+    num_woven = 0
+    for batch in pool.epoch(np.random.default_rng(0), 2048):
+        rows = train_talker.assemble(pool.ids, batch)
+        counted = torch.zeros(rows.ids.numel(), dtype=torch.bool).index_fill(0, rows.counted, True).view(rows.ids.shape)
+        for row in np.flatnonzero(batch.woven):
+            parts = [
+                pool.ids[start : start + length].tolist()
+                for start, length in zip(batch.starts[row], batch.lengths[row], strict=True)
+            ]
+            _, prefix, prompt, text, _, known, spoken = parts
+            if len(spoken) >= Limits.of(len(text)).max_len:
+                continue  # the noise of this test is longer than a stream may be
+            num_woven += 1
+            head = [i - offset for i in prefix + prompt]
+            stream = TextStream(special, head, known, head[len(prefix) - 1])
+            stream.push([i - offset for i in text])
+            stream.end()
+            fed, asked, rest = [], [], [*spoken, special.eos]
+            while (call := stream.call) is not None:
+                fed += [part.id + offset * (part.kind == "text") for part in call.rows]
+                due = rest.pop(0) if call.forced is None else call.forced
+                asked.append(len(fed) - 1)
+                assert rows.targets[row, len(fed) - 1] == due
+                stream.take(due)
+            assert rows.ids[row, : len(fed)].tolist() == fed and not rest
+            if not batch.free_prompt[row]:
+                assert counted[row].nonzero().squeeze(1).tolist() == asked
+    assert num_woven > 5
+
+
+def test_a_spelled_word_is_one_of_the_callers_overrides(data: Path) -> None:
+    with lzma.open(data / PRONUNCIATIONS, "wt") as file:
+        file.write("red R EH1 D\n")
+    texts = TextIds(data)
+    (data / PRONUNCIATIONS).unlink()
+    tokenizer = Tokenizer(data / TOKENIZER_FOLDER)
+    expected = tokenizer.encode("A [R][EH1][D] door.", allow_controls=True)
+    assert texts.spelled(["A red door", "A door"], seed=0) == [expected, tokenizer.encode("A door.")]
+
+
 def test_the_loss_looks_at_speech_and_its_end_only(data: Path) -> None:
     pool, talker = pool_of(data)
     for batch in pool.epoch(np.random.default_rng(1), 2048):
         rows = train_talker.assemble(pool.ids, batch)
         looked = rows.targets.flatten()[rows.counted]
         assert int((looked == talker.shape.special.eos).sum()) == len(batch.starts)
-        assert int(looked.max()) <= talker.shape.special.eos
+        assert set(looked[looked >= talker.shape.num_codes].tolist()) <= {
+            talker.shape.special.eos,
+            talker.shape.special.fill,
+        }
 
 
 # --- learning --------------------------------------------------------------------------------------------------------
@@ -208,7 +260,7 @@ def test_flow_learns_a_batch_under_both_masks(data: Path) -> None:
     opt = torch.optim.AdamW(flow.parameters(), lr=1e-3)
     losses = []
     for step in range(10):
-        loss = train_flow.loss_of(flow, batch, torch.randn(2, 192), causal=step % 2 == 0, to_end=False)
+        loss = train_flow.loss_of(flow, batch, torch.randn(2, 3, 192), causal=step % 2 == 0, to_end=False)
         opt.zero_grad()
         loss.backward()
         opt.step()
