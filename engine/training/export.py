@@ -141,9 +141,9 @@ scratch by `engine/training`. It speaks English. Voices: {", ".join(names)}.
 **The voice is synthetic.** All of its training audio, {hours:.0f} hours, was spoken by another speech synthesiser from
 the sentences described in `engine/training/corpus.py`; no recording of a person was used.
 
-- Teacher: hibari (PyPI `hibari-tts`, Apache-2.0), itself distilled from Kokoro-82M (Apache-2.0) with the
-  grapheme-to-phoneme rules of misaki (Apache-2.0). Some voices are the teacher read at another rate, which moves pitch
-  and formants.
+- Teachers: hibari (PyPI `hibari-tts`, Apache-2.0), itself distilled from Kokoro-82M, with the grapheme-to-phoneme rules
+  of misaki (Apache-2.0); and Kokoro-82M itself (weights and voices Apache-2.0, ONNX export MIT) in 22 of its English
+  voices and 19 blends of two. Some voices are a teacher read at another rate, which moves pitch and formants.
 - Text: WordNet 3.0 examples and definitions (WordNet licence), State of the Union addresses (CC0 text, PDDL database),
   Moby Dick (public domain), first names (CC0), and a grammar of everyday sentences of this project.
 - Licence of the weights: Apache-2.0, as the project.
@@ -152,9 +152,8 @@ Provenance: Apache-2.0 puts no condition on a model's outputs. Kokoro's author s
 permissive or not under copyright and mostly synthetic, made in part by commercial systems. No licence file settles what
 lies upstream of that; whoever needs certainty can run the recipe with another teacher.
 
-What it can't do: other languages; text that streams into the talker (the 5:15 interleave was not trained); instructions
-on style; laughter and other events; a good likeness of a recorded person; long numbers, rare names and spelling as
-reliably as plain sentences.
+What it can't do: other languages; instructions on style; laughter and other events; a good likeness of a recorded
+person; long numbers, rare names and spelling as reliably as plain sentences.
 
 To train it again: `engine/training/README.md`. Scores: `tests/bench/RESULTS.md`; losses: `engine/training/RESULTS.md`.
 """

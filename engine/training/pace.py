@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-SAVE_EVERY_S = 110.0
+SAVE_EVERY_S = 75.0
 LOG_EVERY_S = 10.0
 
 

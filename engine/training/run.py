@@ -141,7 +141,7 @@ def jobs_of(plan: Plan) -> list[Job]:
     few = ["--toy"] if plan.is_toy else []
 
     def num_shards(least: int) -> bool:
-        return len(list(data.glob("shard-*.npz"))) >= (1 if plan.is_toy else least)
+        return len(list(data.glob("shard-[0-4]*.npz"))) >= (1 if plan.is_toy else least)  # of hibari
 
     def has_speech(least: int) -> bool:
         return is_unpacked(plan) and num_shards(least)

@@ -36,7 +36,7 @@ class TextIds:
         self._plain = _copy(tokenizer)
         self._broken = _copy(tokenizer)
         self._broken.model.dropout = BREAK
-        self._steered = tokenizer
+        self._steered = tokenizer._steered
         self._pronunciations = read_pronunciations(data / PRONUNCIATIONS)
 
     def clean(self, texts: list[str]) -> list[list[int]]:
@@ -48,7 +48,7 @@ class TextIds:
     def spelled(self, texts: list[str], seed: int) -> list[list[int]]:
         """A word or two of each text as CMU phonemes, the way a caller overrides a pronunciation."""
         dice = random.Random(seed)
-        return [self._steered.encode(self._spell(ended(text), dice), allow_controls=True) for text in texts]
+        return _encode(self._steered, [self._spell(ended(text), dice) for text in texts])
 
     def _spell(self, text: str, dice: random.Random) -> str:
         known = [m for m in re.finditer(r"[A-Za-z']+", text) if m[0].lower() in self._pronunciations]
