@@ -1,4 +1,4 @@
-"""`rill serve`, `rill key`, `rill say`, `rill voices`, `rill bench`.
+"""`rill serve`, `rill key`, `rill say`, `rill voices`, `rill bench`, `rill eval`.
 
 `serve` starts the engine and the gateways as child processes, restarts those that die, and ends all in order.
 `say` streams text to a WAV file or to a player. Exit codes: 0 done, 1 it failed, 2 wrong usage or configuration, 130
@@ -25,7 +25,7 @@ from typing import Final
 import uvloop
 
 from engine import config as profiles
-from gateway import bench
+from gateway import bench, evaluation
 from gateway.admission import digest, make_key
 from gateway.client import Client, Context, connect, probe
 from gateway.errors import ConfigError, GatewayError
@@ -95,6 +95,9 @@ def _parser() -> argparse.ArgumentParser:
     measure = commands.add_parser("bench", help="measure first audio, throughput and underruns under load")
     measure.set_defaults(command=_bench)
     bench.add_arguments(measure, DEFAULT_PROFILE)
+    judge = commands.add_parser("eval", help="measure how well a list of texts is spoken (needs the `eval` extra)")
+    judge.set_defaults(command=_eval)
+    evaluation.add_arguments(judge, DEFAULT_PROFILE)
     return parser
 
 
@@ -176,11 +179,15 @@ async def own_server(profile: Path) -> AsyncIterator[str]:
         yield address.result()
 
 
-# ---- bench
+# ---- bench and eval
 
 
 def _bench(options: argparse.Namespace) -> int:
     return uvloop.run(bench.run(options, own_server))
+
+
+def _eval(options: argparse.Namespace) -> int:
+    return uvloop.run(evaluation.run(options, own_server))
 
 
 # ---- say and voices

@@ -1,4 +1,4 @@
-"""Cases that need a voice, with what the embedded one gives. Who can judge words is tests/bench/evaluate.py."""
+"""Cases that need a voice, with what the embedded one gives. Who can judge words is `rill eval`."""
 
 from __future__ import annotations
 
