@@ -76,7 +76,7 @@ def _blends(styles: list[str]) -> tuple[KokoroVoice, ...]:
 
 
 KOKORO = (
-    *(KokoroVoice((style,), 4.0) for style in SHIPPED.values()),
+    *(KokoroVoice((style,), 8.0) for style in SHIPPED.values()),
     *(KokoroVoice((style,)) for style in f"{_WOMEN} {_MEN} {_BRITISH}".split()),
     *_blends(f"{_WOMEN} {_MEN} {_BRITISH}".split()),
 )

@@ -1,7 +1,7 @@
 """More speakers: Kokoro-82M (Apache-2.0) reads the corpus in its English voices and in blends of two of them.
 
     python -m engine.training.kokoro prepare --package DIR --out DIR       model with durations and F0, float16 voices
-    python -m engine.training.kokoro read --kokoro DIR --hibari DIR --corpus FILE --out DIR [--packed] [--part 0/1]
+    python -m engine.training.kokoro read --kokoro DIR --hibari DIR --corpus FILE --out DIR [--packed] [--processes N]
     python -m engine.training.kokoro prompts --kokoro DIR --hibari DIR --out DIR   recordings of the shipped voices
     python -m engine.training.kokoro unpack --packs DIR --data DIR         packs -> shards
 
@@ -220,22 +220,35 @@ def write_prompts(kokoro: Kokoro, folder: Path) -> None:
         (folder / f"{name}.txt").write_text(best.text + "\n")
 
 
-def read(args: argparse.Namespace) -> None:
-    """Write what one process reads until the deadline."""
-    part, parts = map(int, args.part.split("/"))
+def read(args: argparse.Namespace, part: int) -> None:
+    """Write what one process of several reads until the deadline."""
     kokoro = Kokoro(args.kokoro, args.hibari)
     texts = read_corpus(args.corpus)
+    texts = texts[: len(texts) - args.leave]
     args.out.mkdir(parents=True, exist_ok=True)
-    spoken = held_out_readings(texts, kokoro, args.held_out) if args.held_out else readings(texts, kokoro, part, parts)
+    spoken = readings(texts, kokoro, part, args.processes)
+    if args.held_out:
+        spoken = held_out_readings(texts, kokoro, args.held_out)
     seconds, start = 0.0, time.monotonic()
     for lap, batch in enumerate(batches(spoken, PACK_SECONDS, args.until)):
-        number = args.first + part + lap * parts
+        number = args.first + part + lap * args.processes
         if args.packed:
             write_pack(args.out, number, batch)
         else:
             write_shard(args.out, FIRST_SHARD + number, [copy for said in batch for copy in at_all_rates(said)])
         seconds += sum(said.seconds for said in batch)
         print(f"kokoro {part}: {seconds:.0f} s of speech in {time.monotonic() - start:.0f} s", flush=True)
+
+
+def read_all(args: argparse.Namespace) -> None:
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=read, args=(args, part)) for part in range(args.processes)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    if failed := [process.exitcode for process in processes if process.exitcode]:
+        raise SystemExit(f"{len(failed)} processes failed, exit codes {failed}")
 
 
 def prepare(package: Path, out: Path) -> None:
@@ -268,10 +281,10 @@ def main() -> None:
     parser.add_argument("--data", type=Path)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--packed", action="store_true")
-    parser.add_argument("--part", default="0/1", help="which process of how many")
+    parser.add_argument("--leave", type=int, default=0, help="sentences at the end that were read already")
     parser.add_argument("--first", type=int, default=0, help="number of the first shard or pack")
     parser.add_argument("--until", type=float, default=float("inf"), help="deadline, seconds since the epoch")
-    parser.add_argument("--processes", type=int, default=8)
+    parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--held-out", type=int, default=0, help="read so many utterances of each held-out voice")
     args = parser.parse_args()
     if args.stage == "prepare":
@@ -281,7 +294,7 @@ def main() -> None:
     elif args.stage == "prompts":
         write_prompts(Kokoro(args.kokoro, args.hibari), args.out)
     else:
-        read(args)
+        read_all(args)
 
 
 if __name__ == "__main__":

@@ -8,21 +8,32 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.conditioning import MEL_MARGIN, log_mel
-from engine.training.data import FIRST_KOKORO, MEL_HOP, UNIT_SAMPLES, Shards
+from engine.training.data import FIRST_KOKORO, MEL_HOP, SHIPPED, UNIT_SAMPLES, Shards
+
+SHARES = (0.45, 0.25, 0.30)
+"""Of hibari's voices, Kokoro's that ship, and all others: there is least of what is needed most."""
+EDGES = (FIRST_KOKORO, FIRST_KOKORO + len(SHIPPED))
 
 
-def drawn(num_hibari: int, num_kokoro: int, share: float, draws: Tensor) -> Tensor:
-    """Rows for uniform ``draws`` [B, 2]: in ``share`` of the cases one of Kokoro's, which lie last and are few."""
-    first, other = (draws[:, 1] * num_hibari).long(), num_hibari + (draws[:, 1] * num_kokoro).long()
-    if not num_hibari or not num_kokoro:
-        return first if num_hibari else other
-    return torch.where(draws[:, 0] < share, other, first)
+def drawn(sizes: Sequence[int], draws: Tensor) -> Tensor:
+    """Rows for uniform ``draws`` [B, 2] of a table that holds the three groups one after the other."""
+    weights = torch.tensor([share * (size > 0) for share, size in zip(SHARES, sizes, strict=True)])
+    ends = (weights.cumsum(0) / weights.sum()).tolist()
+    starts = np.cumsum([0, *sizes]).tolist()
+    rows = starts[0] + draws[:, 1] * sizes[0]
+    for group in (1, 2):
+        rows = torch.where(draws[:, 0] >= ends[group - 1], starts[group] + draws[:, 1] * sizes[group], rows)
+    return rows.long().clamp(max=starts[-1] - 1)
 
 
-KOKORO_SHARE = 0.45
+def group_sizes(labels: NDArray[np.int64]) -> tuple[int, int, int]:
+    """How many of the speaker ``labels`` are of each group."""
+    first, second = (int((labels < edge).sum()) for edge in EDGES)
+    return first, second - first, len(labels) - second
 
 
 class Growing:
@@ -67,8 +78,8 @@ class Waves:
         self._wave = Growing(torch.int16, device, rows=int(hours * 3600 * 24000))
         self._f0 = Growing(torch.float16, device, rows=int(hours * 3600 * 80))
         self._limit = int(hours * 3600 * 24000)
-        self._kokoro: list[bool] = []
-        self._num_hibari = 0
+        self._labels: list[int] = []
+        self._sizes = (0, 0, 0)
         self._starts: list[int] = []
         self._lengths: list[int] = []
         self._shards_taken = 0
@@ -93,17 +104,16 @@ class Waves:
                 if length // MEL_HOP >= self.frames + 2:
                     self._starts.append(base + span.start * UNIT_SAMPLES)
                     self._lengths.append(length)
-                    self._kokoro.append(bool(shard.speaker[row] >= FIRST_KOKORO))
+                    self._labels.append(int(shard.speaker[row]))
             self._shards_taken = number + 1
         table = torch.tensor([self._starts, self._lengths], dtype=torch.long).T.reshape(-1, 2)
-        kokoro = torch.tensor(self._kokoro, dtype=torch.bool)
-        self._num_hibari = int((~kokoro).sum())
-        self._table = table[kokoro.int().argsort(stable=True)].contiguous().to(self.device)
+        labels = np.array(self._labels, np.int64)
+        self._sizes = group_sizes(labels)
+        self._table = table[torch.from_numpy(labels).argsort(stable=True)].contiguous().to(self.device)
 
     def crops(self, rows: int) -> Crops:
         """Random crops; an eighth of them begins with its utterance, an eighth ends with it, as served audio does."""
-        num_kokoro = len(self._table) - self._num_hibari
-        pick = drawn(self._num_hibari, num_kokoro, KOKORO_SHARE, torch.rand(rows, 2, device=self.device))
+        pick = drawn(self._sizes, torch.rand(rows, 2, device=self.device))
         start, length = self._table[pick].unbind(1)
         room = length // MEL_HOP - self.frames
         chance = torch.rand(rows, device=self.device)
@@ -153,7 +163,7 @@ class Streams:
         self._mel: list[list[Tensor]] = [[] for _ in range(num_speakers)]
         self._lengths: list[list[int]] = [[] for _ in range(num_speakers)]
         self._taken: set[int] = set()
-        self._fits: dict[int, tuple[Tensor, int]] = {}
+        self._fits: dict[int, tuple[Tensor, tuple[int, int, int]]] = {}
         self.num_tokens = 0
 
     def take(self, shards: Shards) -> int:
@@ -227,10 +237,9 @@ class Streams:
         size = num_tokens + lookahead
         if size not in self._fits:  # boolean indexing waits for the device: once a size, not once a step
             fits = self._table[(self._table[:, 3] - self._table[:, 2]) > size]
-            self._fits[size] = fits, int((fits[:, 4] < FIRST_KOKORO).sum())
-        fits, num_hibari = self._fits[size]
-        draws = torch.rand(rows, 2, device=self.device)
-        pick = drawn(num_hibari, len(fits) - num_hibari, KOKORO_SHARE, draws)
+            self._fits[size] = fits, group_sizes(fits[:, 4].cpu().numpy())
+        fits, sizes = self._fits[size]
+        pick = drawn(sizes, torch.rand(rows, 2, device=self.device))
         start, end, low, high, speaker = fits[pick].unbind(1)
         if to_end:
             first = end - num_tokens

@@ -159,6 +159,11 @@ def jobs_of(plan: Plan) -> list[Job]:
         Job("unpack", [*python, "engine.training.kokoro", "unpack", "--packs", str(packs), "--data", str(data),
                        "--processes", str(max(1, plan.workers // 2))],
             lambda: (packs / "complete").exists(), environment=one_thread, product=data / UNPACKED),
+        Job("kokoro", [*python, "engine.training.kokoro", "read", "--kokoro", str(packs), "--hibari", str(plan.hibari),
+                       *corpus, "--out", str(data), "--processes", str(plan.workers), "--leave", "4000",
+                       "--first", "10000", "--until", f"{plan.start + 0.65 * (plan.deadline - plan.start):.0f}"],
+            (packs / "model").exists, quiet=10, environment=one_thread,
+            product=data / f"shard-{FIRST_SHARD + 10_000}.npz"),
         Job("train_hift", plan.stage("train_hift", seconds=plan.hift_s), lambda: num_shards(6), begun=plan.begun),
         Job("speech_tokenizer", [*python, "engine.training.speech_tokenizer", "train", *where,
                                  "--budget", str(encoder_s), *few],
@@ -171,7 +176,7 @@ def jobs_of(plan: Plan) -> list[Job]:
         Job("train_flow", plan.waiting_stage("train_flow"), lambda: True),
         Job("train_talker", plan.waiting_stage("train_talker"), text_tokenizer.exists),
     ]  # fmt: skip
-    absent = plan.skipped | (frozenset() if plan.packs else {"unpack"})
+    absent = plan.skipped | (frozenset() if plan.packs else {"unpack", "kokoro"})
     return [job for job in jobs if job.name not in absent]
 
 
@@ -357,7 +362,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--hours", type=float, default=100.0, help="speech to make, at most")
     parser.add_argument("--tokenizer-s", type=float, default=240.0, help="training time of the speech tokenizer")
     parser.add_argument("--begun", type=float, default=0.0, help="share of the schedule that out/ went through")
-    parser.add_argument("--packs", type=Path, help="Kokoro's packs; they are complete once a file `complete` is there")
+    parser.add_argument(
+        "--packs", type=Path, help="Kokoro's packs, all there with a file `complete`, and its model, with `model`"
+    )
     parser.add_argument("--prepare-s", type=float, default=0.0, help="when the flow and the talker should have data")
     parser.add_argument("--hift-s", type=float, help="when the vocoder ends, seconds from the start")
     parser.add_argument("--skip", action="append", default=[], metavar="JOB", help="leave a job out, say train_hift")

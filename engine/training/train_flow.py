@@ -151,7 +151,7 @@ def train(stage: Stage) -> None:
         if logged and stage.budget.clock() - saved > SAVE_EVERY_S:
             save(flow, ema, stage)
             saved = stage.budget.clock()
-        if logged and stage.budget.clock() - refreshed > 90 and stage.budget.spent < 0.6:
+        if logged and stage.budget.clock() - refreshed > 60 and stage.budget.spent < 0.75:
             refreshed = stage.budget.clock()
             shards.refresh()
             if more := streams.take(shards):

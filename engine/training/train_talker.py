@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from engine.talker import Talker, TalkerShape
 from engine.training import text_ids
-from engine.training.data import FIRST_KOKORO, Shards
+from engine.training.data import Shards
 from engine.training.pace import (
     SAVE_EVERY_S,
     Ema,
@@ -36,6 +36,7 @@ from engine.training.pace import (
     set_rate,
     stage_from_arguments,
 )
+from engine.training.resident import EDGES
 
 SMOOTHING = 0.03
 CORRUPTED = 0.12
@@ -44,7 +45,7 @@ SEGMENTS = 7
 PROMPT_TEXT, TEXT, TASK, PROMPT_SPEECH, SPEECH = 2, 3, 4, 5, 6
 TEXT_BLOCK, SPEECH_BLOCK = 5, 15
 WOVEN, SPELLED = 0.5, 0.15
-KOKORO_LAPS = 2
+SHIPPED_LAPS, KOKORO_LAPS = 6, 2
 VARIANTS = 5  # of each text: whole, three times broken, a word as phonemes
 LENGTHS = (96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 1024)
 PAIRED, FIXED = (
@@ -149,9 +150,10 @@ class Pool:
         self._speaker = np.array(self.speaker, np.int64)
 
     def epoch(self, rng: np.random.Generator, tokens_a_batch: int) -> list[Batch]:
-        """Every utterance as a target, Kokoro's twice, in batches of about `tokens_a_batch` places of like length."""
-        kokoro = np.flatnonzero(self._speaker >= FIRST_KOKORO)
-        targets = rng.permutation(np.concatenate([np.arange(len(self._speech)), *[kokoro] * (KOKORO_LAPS - 1)]))
+        """Every utterance as a target, Kokoro's several times, in batches of about `tokens_a_batch` places each."""
+        is_shipped = (self._speaker >= EDGES[0]) & (self._speaker < EDGES[1])
+        laps = np.where(is_shipped, SHIPPED_LAPS, np.where(self._speaker < EDGES[0], 1, KOKORO_LAPS))
+        targets = rng.permutation(np.repeat(np.arange(len(self._speech)), laps))
         count = len(targets)
         segments = np.zeros((count, SEGMENTS, 2), np.int64)
         segments[:, 0] = (0, 1)
@@ -426,7 +428,7 @@ def train(stage: Stage) -> None:
                     )
             if stage.budget.is_over:
                 break
-        if stage.budget.clock() - refreshed > 60 and stage.budget.spent < 0.7:
+        if stage.budget.clock() - refreshed > 45 and stage.budget.spent < 0.75:
             refreshed = stage.budget.clock()
             shards.refresh()
             if not pool.fixed:

@@ -20,7 +20,7 @@ from engine.training.data import (
     write_npz,
     write_shard,
 )
-from engine.training.resident import drawn
+from engine.training.resident import SHARES, drawn, group_sizes
 
 CPU = torch.device("cpu")
 
@@ -74,10 +74,12 @@ def test_warped_copies_have_labels_of_their_own() -> None:
 
 def test_a_few_utterances_of_kokoro_get_their_share() -> None:
     draws = torch.rand(4000, 2, generator=torch.Generator().manual_seed(0))
-    rows = drawn(90, 10, 0.4, draws)
+    rows = drawn((80, 5, 15), draws)
     assert rows.min() == 0 and rows.max() == 99
-    assert float((rows >= 90).float().mean()) == pytest.approx(0.4, abs=0.03)
-    assert drawn(0, 5, 0.4, draws).max() == 4 and drawn(5, 0, 0.4, draws).max() == 4
+    shares = [float(((rows >= low) & (rows < high)).float().mean()) for low, high in ((0, 80), (80, 85), (85, 100))]
+    assert shares == pytest.approx(SHARES, abs=0.03)
+    assert set(drawn((0, 0, 5), draws).tolist()) == set(drawn((5, 0, 0), draws).tolist()) == set(range(5))
+    assert group_sizes(np.array([0, 3, FIRST_KOKORO, FIRST_KOKORO + len(SHIPPED)])) == (2, 1, 1)
 
 
 def test_the_anchor_holds_hibaris_codes_alone(tmp_path: Path) -> None:
