@@ -176,8 +176,8 @@ def recorded(lines: Sequence[Line]) -> list[Take]:
 def listen(takes: Sequence[Take], judge: Judge, references: dict[str, Sequence[Path]]) -> None:
     """Fill in what is heard. The same sound is listened to once."""
     heard: dict[bytes, Take] = {}
-    for number, take in enumerate(takes, 1):
-        print(f"\rrill: listening, {number} of {len(takes)}", end="", file=sys.stderr, flush=True)
+    print(f"rill: listening, {len(takes)} takes ...", file=sys.stderr, flush=True)
+    for take in takes:
         if take.path is not None:
             before = heard.setdefault(sha256(take.path.read_bytes()).digest(), take)
             if before is take:
@@ -186,7 +186,6 @@ def listen(takes: Sequence[Take], judge: Judge, references: dict[str, Sequence[P
             else:
                 take.heard, take.embedding, take.mos = before.heard, before.embedding, before.mos
         take.judge(judge.spell(take.text), judge.spell(take.heard))
-    print(file=sys.stderr)
     found = {voice: [judge.embed(read_wav(path)) for path in paths] for voice, paths in references.items()}
     known = {voice: [one for one in some if one is not None] for voice, some in found.items()}
     figures.liken(takes, {voice: np.mean(some, axis=0) for voice, some in known.items() if some})

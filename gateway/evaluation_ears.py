@@ -51,6 +51,8 @@ class Ears:
             if lang == "en"
             else need("whisper_normalizer.basic").BasicTextNormalizer()
         )
+        if not words_only:
+            need("torch").set_num_threads(threads)
         self._encoder = None if words_only else need("resemblyzer").VoiceEncoder("cpu", verbose=False)
         self._mos = None if words_only else load_mos()
 
