@@ -16,10 +16,11 @@ import logging
 import os
 import struct
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 import msgpack  # type: ignore[import-untyped]
 import torch
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from engine.conditioning import Conditioner
 
 logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 FRONT_END = 1  # grows when a feature, the normaliser or the prompt's form changes: kept voices are made anew then
 WAITING = 8  # recordings that may wait for their turn; the next is refused
@@ -97,19 +99,25 @@ class Cloning:
         self._fingerprint = "" if models is None else models.fingerprint()
         self._child = None if models is None else ConditioningChild(models, threads)
         self._turn = asyncio.Lock()
+        self._num_puts = 0
         self._tasks: set[asyncio.Task[None]] = set()
+        self._disk = ThreadPoolExecutor(1, thread_name_prefix="voices")  # one: what was asked first is done first
 
     def take(self, link: int, message: VoicePut | VoiceDrop) -> None:
         if isinstance(message, VoiceDrop):
-            self._drop(link, message)
+            self._start(self._drop(link, message))
         elif self._child is None:
             self._fail(link, message, "unsupported", "this server's model takes no new voices")
-        elif len(self._tasks) > WAITING:
+        elif self._num_puts > WAITING:
             self._fail(link, message, "overloaded", f"{WAITING} recordings wait already", after_ms=BUSY_AFTER_MS)
         else:
-            task = asyncio.create_task(self._put(link, message, self._child), name=f"voice-{link}-{message.context}")
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._num_puts += 1
+            self._start(self._put(link, message, self._child))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -117,20 +125,35 @@ class Cloning:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._child is not None:
             await self._child.close()
+        self._disk.shutdown(wait=False)
 
-    def _drop(self, link: int, message: VoiceDrop) -> None:
+    async def _on_disk(self, change: Callable[..., Result], *arguments: Any) -> Result:
+        """A change of the store, off the event loop: a slow disk holds up nobody's speech."""
+        return await asyncio.get_running_loop().run_in_executor(self._disk, change, *arguments)
+
+    async def _drop(self, link: int, message: VoiceDrop) -> None:
         """A voice that is gone already, or never was, is dropped as well; one that is there for others is not."""
         answer = VoiceDropped(context=message.context, epoch=message.epoch)
-        if self._store.drop(message.voice, message.owner):
+        try:
+            is_dropped, is_there = await self._on_disk(self._dropped, message)
+        except OSError:
+            logger.exception("voice %s was not dropped", message.voice)
+            self._fail(link, message, "internal", "the voice could not be removed; try again")
+            return
+        if is_dropped:
             self._post([*self._news(), (link, answer)])
-        elif message.voice not in self._store:
+        elif not is_there:
             self._post([(link, answer)])
         else:
             self._fail(link, message, "unknown_voice", "no voice of yours has this id")
 
+    def _dropped(self, message: VoiceDrop) -> tuple[bool, bool]:
+        """Whether the asker has dropped it now, and whether it is there still. On the disk's thread."""
+        return self._store.drop(message.voice, message.owner), message.voice in self._store
+
     async def _put(self, link: int, message: VoicePut, child: ConditioningChild) -> None:
         try:
-            kept = await self._kept(message, child)
+            kept = self._store.info(await self._kept(message, child))
         except BadVoice as error:
             self._fail(link, message, "bad_voice", str(error))
         except StoreFull as error:
@@ -142,18 +165,20 @@ class Cloning:
             logger.exception("a recording of %d bytes: our bug", len(message.audio))
             self._fail(link, message, "internal", "the recording could not be worked on; try again")
         else:
-            answer = VoiceKept(context=message.context, epoch=message.epoch, voice=self._store.info(kept))
+            answer = VoiceKept(context=message.context, epoch=message.epoch, voice=kept)
             self._post([*self._news(), (link, answer)])
+        finally:
+            self._num_puts -= 1
 
     async def _kept(self, message: VoicePut, child: ConditioningChild) -> str:
         """The voice's id once it is kept. Raises BadVoice, StoreFull or ChildLost."""
         key = address(message, self._fingerprint)
         async with self._turn:  # so that the same recording, sent twice at once, is worked on once
-            if not self._store.claim(key, message.owner, message.name):
+            if not await self._on_disk(self._store.claim, key, message.owner, message.name):
                 samples, rate_hz = await decode_in_child(message.audio)
                 voice = await child.voice(samples, rate_hz, message.transcript, message.lang)
                 voice = replace(voice, id=key, name=message.name)
-                self._store.add(voice, message.owner, message.name)
+                await self._on_disk(self._store.add, voice, message.owner, message.name)
                 self._on_made(voice)
         return key
 

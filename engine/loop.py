@@ -132,7 +132,7 @@ class Inbox:
 class Settled(Open):
     """An Open with nothing left to defaults. It holds its voice: a context goes on with one that is dropped."""
 
-    speaker: Voice
+    speaker: Future[Voice]  # there, or being read by the worker that will ask for it
 
 
 class Reader:
@@ -143,6 +143,7 @@ class Reader:
         tokenizer: Tokenizer,
         voices: VoiceStore,
         *,
+        worker: Executor,
         sampling: Sampling,
         code_ratios: tuple[float, float],
         default_voice: str,
@@ -150,19 +151,29 @@ class Reader:
         can_stream: bool,
     ) -> None:
         self.tokenizer, self.voices, self.sampling = tokenizer, voices, sampling
+        self.worker = worker
         self.code_ratios = code_ratios
         self.default_voice, self.clause_tokens, self.can_stream = default_voice, clause_tokens, can_stream
 
     def settled(self, message: Open) -> Settled:
         """Raises UnknownVoice or Unsupported."""
         self._sampling(message.sampling)
-        try:
-            speaker = self.voices.get(message.voice or self.default_voice)
-        except KeyError as error:
-            raise UnknownVoice(f"no such voice; {len(self.voices)} are known") from error
+        voice = message.voice or self.default_voice
         given = {field.name: getattr(message, field.name) for field in fields(message)}
         streaming = message.streaming and self.can_stream
-        return Settled(**{**given, "voice": speaker.id, "streaming": streaming}, speaker=speaker)
+        return Settled(**{**given, "voice": voice, "streaming": streaming}, speaker=self._speaker(voice))
+
+    def _speaker(self, voice: str) -> Future[Voice]:
+        """Raises UnknownVoice."""
+        try:
+            held = self.voices.in_memory(voice)
+        except KeyError as error:
+            raise UnknownVoice(f"no such voice; {len(self.voices)} are known") from error
+        if held is None:
+            return self.worker.submit(self.voices.get, voice)
+        speaker: Future[Voice] = Future()
+        speaker.set_result(held)
+        return speaker
 
     def _sampling(self, choice: SamplingChoice | None) -> Sampling:
         if choice is None:
@@ -174,15 +185,18 @@ class Reader:
             raise Unsupported(str(error)) from error
 
     def utterances(self, job: Preparation) -> list[Utterance]:
-        """The clause in parts; none where there is nothing to say. Raises TextTooLong."""
+        """The clause in parts; none where there is nothing to say. Raises TextTooLong or UnknownVoice."""
         opened = job.opened
         assert isinstance(opened, Settled), "the loop settles what it gives to the scheduler"
+        try:
+            voice = opened.speaker.result()
+        except KeyError as error:
+            raise UnknownVoice("this voice is gone, or can't be read") from error
         lang, can_steer = opened.lang or "", opened.allow_controls
         parts = segments(job.text, self.tokenizer, lang=lang, allow_controls=can_steer)
-        return [self._utterance(opened, part) for part in parts]
+        return [self._utterance(opened, voice, part) for part in parts]
 
-    def _utterance(self, opened: Settled, text: str) -> Utterance:
-        voice = opened.speaker
+    def _utterance(self, opened: Settled, voice: Voice, text: str) -> Utterance:
         mode = choose_mode(
             instruct=opened.instruct,
             voice_prompt_text=voice.prompt_text,
@@ -236,14 +250,13 @@ class Engine:
         scheduler: Scheduler,
         reader: Reader,
         *,
-        worker: Executor,
         deliver: Deliver,
         model: str = "",
         gauges_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.runner, self.scheduler, self.reader = runner, scheduler, reader
-        self.worker, self.deliver, self.clock = worker, deliver, clock
+        self.deliver, self.clock = deliver, clock
         self.model, self.gauges_s = model, gauges_s
         self.inbox = Inbox()
         self.num_steps = 0
@@ -391,7 +404,7 @@ class Engine:
     def _start_text_work(self) -> None:
         jobs, self.scheduler.preparations = self.scheduler.preparations, []
         for job in jobs:
-            work = self.worker.submit(self.reader.utterances, job)
+            work = self.reader.worker.submit(self.reader.utterances, job)
             work.add_done_callback(partial(self._hand_in, job.lane, job.clause))
 
     def _hand_in(self, lane: Lane, clause: int, work: Future[list[Utterance]]) -> None:

@@ -196,6 +196,7 @@ def build(config: Config, deliver: Deliver, worker: Executor) -> Engine:
     reader = Reader(
         tokenizer,
         voices,
+        worker=worker,
         sampling=checkpoint.settings.sampling,
         code_ratios=checkpoint.settings.code_ratios,
         default_voice=config.model.voice or next(iter(voices.builtin), ""),
@@ -218,7 +219,6 @@ def build(config: Config, deliver: Deliver, worker: Executor) -> Engine:
         ),
         Scheduler(limits(settings), costs),
         reader,
-        worker=worker,
         deliver=deliver,
         model=config.model.folder.name,
         gauges_s=settings.gauges_ms / 1e3,

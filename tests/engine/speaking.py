@@ -62,6 +62,7 @@ class Speaking:
         reader = Reader(
             Tokenizer(checkpoint.tokenizer_dir),
             VoiceStore(voices),
+            worker=AtOnce(),
             sampling=checkpoint.settings.sampling,
             code_ratios=checkpoint.settings.code_ratios,
             default_voice=next(iter(voices)),
@@ -83,7 +84,6 @@ class Speaking:
             runner,
             Scheduler(limits(chosen)),
             reader,
-            worker=AtOnce(),
             deliver=self._deliver,
             gauges_s=0.0,
         )

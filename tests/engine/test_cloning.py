@@ -219,3 +219,21 @@ async def test_other_models_make_other_voices(tmp_path: Path) -> None:
         fingerprints.add(models.fingerprint())
     assert len(fingerprints) == 4
     assert len({address(put(), fingerprint) for fingerprint in fingerprints}) == 4
+
+
+async def test_a_drop_that_cannot_be_written_is_answered_and_may_be_tried_again(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [kept] = await desk.answers(put())
+    assert isinstance(kept, VoiceKept)
+    drop = VoiceDrop(context=2, epoch=1, owner="key", voice=kept.voice.id)
+
+    def broken(*_: object, **__: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", broken)
+        [failed] = await desk.answers(drop)
+    assert isinstance(failed, Failed) and (failed.code, failed.retry) == ("internal", True)
+    assert kept.voice.id in desk.store
+    assert isinstance((await desk.answers(drop))[0], VoiceDropped) and kept.voice.id not in desk.store

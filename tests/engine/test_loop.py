@@ -806,3 +806,19 @@ def test_on_a_gpu_a_lane_that_gives_nan_ends_alone(gpu: Speaking) -> None:
     assert (failed.code, failed.retry) == ("engine_error", False)
     assert difference(alone, gpu.pcm(2)) < 0.1
     gpu.assert_empty()
+
+
+def test_a_kept_voice_whose_file_is_broken_fails_its_context_and_no_other(make: Make, tmp_path: Path) -> None:
+    speaking = make()
+    reader = speaking.engine.reader
+    store = VoiceStore(reader.voices.builtin, tmp_path)
+    store.add(dataclasses.replace(reader.voices.get("bert"), id="kept"), "key", "Kept")
+    (tmp_path / "kept.pt").write_bytes(b"half of")
+    reader.voices = VoiceStore(reader.voices.builtin, tmp_path)
+    speaking.open(1, "Hi, you.", seed=5)
+    speaking.open(2, "Hi, you.", voice="kept")
+    speaking.finish([1, 2])
+    failed = speaking.end(2)
+    assert isinstance(failed, Failed) and (failed.code, failed.retry) == ("unknown_voice", False)
+    assert speaking.pcm(1)
+    speaking.assert_empty()

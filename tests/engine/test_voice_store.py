@@ -161,3 +161,49 @@ def test_threads_that_put_get_and_drop_the_same_voice_leave_a_whole_store(store:
         thread.join()
     assert not faults
     assert "mia" not in store and list((tmp_path / "voices").iterdir()) == []
+
+
+def test_an_unreadable_voice_is_as_good_as_gone_and_the_others_speak(store: VoiceStore, tmp_path: Path) -> None:
+    for key in ("mia", "noa"):
+        store.add(voice(key), "key", key)
+    (tmp_path / "voices" / "mia.pt").write_bytes(b"half of")
+    again = VoiceStore({}, tmp_path / "voices")
+    assert again.in_memory("mia") is None
+    with pytest.raises(KeyError):
+        again.get("mia")
+    assert torch.equal(again.get("noa").mel, voice("noa").mel)
+    assert again.in_memory("noa") is not None
+
+
+def test_a_look_at_memory_does_not_wait_for_the_disk(store: VoiceStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.add(voice("mia"), "key", "mia")
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(path: Path, text: str, **_: str) -> int:
+        begun.set()
+        assert go_on.wait(10)
+        return path.write_bytes(text.encode())
+
+    monkeypatch.setattr(Path, "write_text", slow)
+    writing = threading.Thread(target=store.claim, args=("mia", "other", "M."))
+    writing.start()
+    assert begun.wait(10)
+    assert store.in_memory("mia") is not None and store.info("mia").owners == {"key": "mia"}
+    go_on.set()
+    writing.join()
+    assert store.info("mia").owners == {"key": "mia", "other": "M."}
+
+
+def test_what_cannot_be_written_changes_nothing(store: VoiceStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.add(voice("mia"), "one", "Mia")
+    store.claim("mia", "two", "M.")
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space"):
+        store.drop("mia", "two")
+    with pytest.raises(OSError, match="No space"):
+        store.add(voice("noa"), "one", "Noa")
+    assert store.info("mia").owners == {"one": "Mia", "two": "M."} and "noa" not in store
