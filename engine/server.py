@@ -309,18 +309,25 @@ def cloning_models(folder: Path) -> CloningModels | None:
 # The process
 
 
+class StartCancelled(Exception):
+    """Somebody stopped the engine before it was warm."""
+
+
 class WarmUp:
     """Shows how far the start has come: a bar on a terminal, else a line of the log for each stage."""
 
     STAGES = ("talker", "flow", "hift", "speak")
 
-    def __init__(self, shown: TextIO = sys.stderr) -> None:
+    def __init__(self, is_stopping: Callable[[], bool] = lambda: False, shown: TextIO = sys.stderr) -> None:
+        self._is_stopping = is_stopping
         self._shown, self._is_terminal = shown, shown.isatty()
         self._started = time.perf_counter()
         self._num_done, self._stage = 0, ""
 
     def __call__(self, name: str) -> None:
-        """`name` comes next; its first word is its stage."""
+        """`name` comes next; its first word is its stage. Raises StartCancelled, on the thread that warms up."""
+        if self._is_stopping():
+            raise StartCancelled
         stage = name.split()[0].rstrip(":")
         if self._is_terminal:
             done = self.STAGES.index(stage) if stage in self.STAGES else 0
@@ -334,7 +341,7 @@ class WarmUp:
     def end(self) -> None:
         if self._is_terminal:
             self._shown.write("\r\x1b[2K")
-        logger.info("warm after %.1f s", self._seconds)
+        logger.info("warm-up ended after %.1f s", self._seconds)
 
     @property
     def _seconds(self) -> float:
@@ -376,10 +383,15 @@ async def _serve(
     loop = asyncio.get_running_loop()
     pipe = Pipe(loop)
     engine = await loop.run_in_executor(device, build, config, pipe.post, text)
-    warm_up = WarmUp()
+    warm_up = WarmUp(stopping.is_set)
     has_graphs = config.engine.graphs
-    await loop.run_in_executor(device, lambda: engine.warm(has_graphs=has_graphs, on_progress=warm_up))
-    warm_up.end()
+    try:
+        await loop.run_in_executor(device, lambda: engine.warm(has_graphs=has_graphs, on_progress=warm_up))
+    except StartCancelled:
+        logger.info("stopped before it was ready")
+        return 0
+    finally:
+        warm_up.end()
     pipe.inbox = engine.inbox
     pipe.cloning = cloning = Cloning(
         engine.reader.voices,

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgpack
@@ -17,7 +18,7 @@ import pytest
 from websockets.asyncio.client import ClientConnection, unix_connect
 from websockets.exceptions import ConnectionClosed
 
-from engine.config import ConfigError
+from engine.config import Config, ConfigError, EngineConfig, ModelConfig
 from engine.messages import (
     Audio,
     Cancel,
@@ -35,7 +36,7 @@ from engine.messages import (
     pack,
     unpack,
 )
-from engine.server import WarmUp, _claim, read
+from engine.server import WarmUp, _claim, _serve, read
 from tests.random_checkpoint import TINY, random_checkpoint
 
 DEADLINE_S = 60
@@ -229,6 +230,16 @@ async def test_sigterm_ends_it_cleanly_and_every_context_is_told(tmp_path: Path)
         process.popen.kill()
 
 
+async def test_a_stop_before_it_is_warm_ends_the_start(tmp_path: Path) -> None:
+    random_checkpoint(tmp_path / "voice", TINY)
+    config = Config(model=ModelConfig(checkpoint=str(tmp_path / "voice")), engine=EngineConfig(device="cpu", lanes=2))
+    stopping, socket = asyncio.Event(), tmp_path / "engine.sock"
+    stopping.set()
+    with ThreadPoolExecutor(1) as device, ThreadPoolExecutor(1) as text:
+        code = await _serve(config, socket, lambda: pytest.fail("it was ready"), stopping, device, text)
+    assert code == 0 and not socket.exists()
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -237,7 +248,7 @@ class Terminal(io.StringIO):
 def test_the_start_shows_a_bar_on_a_terminal_and_lines_in_a_log(caplog: pytest.LogCaptureFixture) -> None:
     names = ["talker step 64", "flow: step 64, 8 pages", "flow: step 32, 8 pages", "hift 64 x 64", "speak as anna"]
     shown = Terminal()
-    bar = WarmUp(shown)
+    bar = WarmUp(shown=shown)
     for name in names:
         bar(name)
     bar.end()
@@ -253,7 +264,7 @@ def test_the_start_shows_a_bar_on_a_terminal_and_lines_in_a_log(caplog: pytest.L
     assert steps[2].endswith("2 ready, next flow: step 32, 8 pages")
     caplog.set_level("INFO", logger="engine.server")
     log = io.StringIO()
-    lines = WarmUp(log)
+    lines = WarmUp(shown=log)
     for name in names:
         lines(name)
     lines.end()
