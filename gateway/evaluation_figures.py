@@ -224,23 +224,22 @@ def _text(takes: Sequence[Take]) -> dict[str, Any]:
 
 
 def table(found: Mapping[str, Any]) -> str:
-    """Metrics down, series and differences across."""
-    columns = {**found["series"], **found["differences"]}
-    rows = _block(columns)
-    if "voices" in found:
-        rows += ["", *_block(found["voices"])]
+    """Metrics down; across the series, below them their differences, voices, and texts."""
+    rows: list[str] = []
+    for part in ("series", "differences", "voices"):
+        rows += ["", *_block(found[part])] if found.get(part) else []
     if "texts" in found:
         rows += ["", "right  of   text, and what was heard instead"]
         for text, about in found["texts"].items():
             wrong = ", ".join(f"{heard!r} x{count}" for heard, count in about["wrong"].items())
             rows.append(f"{about['right']:5}  {about['takes']:<4} {text}   {wrong}".rstrip())
-    return "\n".join(rows)
+    return "\n".join(rows[1:])
 
 
 def _block(columns: Mapping[str, Mapping[str, Any]]) -> list[str]:
     width = max(24, *(len(name) + 2 for name in columns))
     rows = ["".join([" " * 24, *(f"{name:>{width}}" for name in columns)])]
-    for count in ("takes", "words", "failed"):
+    for count in [name for name in ("takes", "words", "failed") if any(name in about for about in columns.values())]:
         rows.append("".join([f"{count:24}", *(f"{about.get(count, ''):>{width}}" for about in columns.values())]))
     for name, (title, factor, digits) in NAMES.items():
         if any(name in about for about in columns.values()):
@@ -278,7 +277,8 @@ def plot(found: Mapping[str, Any], path: Path) -> None:
         shown = {label: about[name] for label, about in series.items() if name in about}
         for label, span in shown.items():
             low, value, high = (factor * span.get(bound, span["value"]) for bound in ("low", "value", "high"))
-            axis.errorbar([label], [value], [[max(value - low, 0)], [max(high - value, 0)]], marker="o", capsize=4)
+            bars, color = [[max(value - low, 0)], [max(high - value, 0)]], f"C{list(series).index(label)}"
+            axis.errorbar([label], [value], bars, marker="o", capsize=4, color=color)
         axis.set_title(title, fontsize="small")
         axis.tick_params(axis="x", rotation=60, labelsize="small")
         axis.grid(visible=True, alpha=0.3)
