@@ -69,6 +69,7 @@ class KeyConfig(_Table):
     contexts: int = 0  # at once over all connections; 0: as many as the connections hold
     sockets: int = 0  # at once; 0: no limit of its own
     text_minute: int = 0  # bytes of text a minute; 0: no limit of its own
+    voices_minute: int = 30  # recordings; 0: no limit of its own
     unpaced: bool = True  # may ask for `pace: "none"`
     controls: bool = False  # may use control tokens in text
     voices: bool = True  # may register and drop voices
@@ -76,7 +77,7 @@ class KeyConfig(_Table):
     def __post_init__(self) -> None:
         if len(self.sha256) != 64 or not set(self.sha256) <= set("0123456789abcdef"):
             raise ConfigError("[gateway.keys] sha256 is 64 lower-case hex digits, as `rill key` prints them")
-        for name in ("contexts", "sockets", "text_minute"):
+        for name in ("contexts", "sockets", "text_minute", "voices_minute"):
             _require(f"[gateway.keys] {name}", getattr(self, name), 0, 2**40)
 
 
@@ -107,6 +108,7 @@ class GatewayConfig(_Table):
     address_pending: int = 256  # at once, handshakes not finished
     address_handshakes_minute: int = 3_000
     address_text_minute: int = 8_388_608  # bytes
+    address_voices_minute: int = 120  # recordings
     log: str = "text"  # or "json": one object per line
     spans: bool = False  # OpenTelemetry; the exporter is set up by the usual OTEL_ variables
 

@@ -74,6 +74,7 @@ class Account:
     """What one address or one key has taken at this moment. A limit of 0 is none."""
 
     text: Bucket
+    voices: Bucket
     handshakes: Bucket
     max_sockets: int
     max_contexts: int
@@ -87,7 +88,7 @@ class Account:
 
     def is_idle(self, now: float) -> bool:
         in_use = self.pending or self.sockets or self.contexts
-        return not in_use and self.text.is_full(now) and self.handshakes.is_full(now)
+        return not in_use and all(one.is_full(now) for one in (self.text, self.voices, self.handshakes))
 
 
 class Caller:
@@ -126,6 +127,13 @@ class Caller:
         wait_s = max(account.text.take(num_bytes, now) for account in self._accounts)
         if wait_s > 0:
             raise Refusal("quota", "this minute's text is used up", after_ms=int(wait_s * 1000) + 1)
+
+    def take_voice(self) -> None:
+        """Raises Refusal when a minute's recordings are used up."""
+        now = self._clock()
+        wait_s = max(account.voices.take(1, now) for account in self._accounts)
+        if wait_s > 0:
+            raise Refusal("quota", "this minute's recordings are used up", after_ms=int(wait_s * 1000) + 1)
 
     def leave(self) -> None:
         """Idempotent."""
@@ -204,6 +212,7 @@ class Admission:
             if (rights := keys.get(name)) is not None:
                 account.max_sockets, account.max_contexts = rights.sockets, rights.contexts
                 account.text = Bucket(rights.text_minute, now)
+                account.voices = Bucket(rights.voices_minute, now)
 
     def is_revoked(self, caller: Caller) -> bool:
         """Has the caller's key gone since, or another taken its name?"""
@@ -251,6 +260,7 @@ class Admission:
         now, config = self._clock(), self._config
         return Account(
             text=Bucket(config.address_text_minute, now),
+            voices=Bucket(config.address_voices_minute, now),
             handshakes=Bucket(config.address_handshakes_minute, now),
             max_sockets=config.address_sockets,
             max_contexts=0,
@@ -328,6 +338,7 @@ class Admission:
             rights, now = self._keys[name], self._clock()
             account = self._by_key[name] = Account(
                 text=Bucket(rights.text_minute, now),
+                voices=Bucket(rights.voices_minute, now),
                 handshakes=Bucket(0, now),
                 max_sockets=rights.sockets,
                 max_contexts=rights.contexts,

@@ -24,6 +24,8 @@ START_LEAD_S: Final = 5.0  # promise 5: until the first credit, elapsed time and
 SHORTEST_MS: Final = 20
 LONGEST_MS: Final = 200
 CREDIT_STEP_S: Final = 0.1  # the engine is told when its limit has grown by so much
+CLAUSES: Final = 10_000  # of one context: hours of speech
+FLUSHES: Final = 1_024  # unanswered, of one context
 PREPARED: Final = 3  # clauses that the engine works on ahead of the voice
 
 
@@ -141,6 +143,8 @@ class Context:
             raise Refusal("text_too_long", f"more than {self._text_bytes} bytes of text wait to be spoken")
         self._num_pieces += 1
         self._received += len(message.s)
+        if self._pieces and self._pieces[-1].end == self._received:
+            self._pieces.pop()  # empty pieces share one entry, so that what waits is bounded by its bytes
         self._pieces.append(_Piece(message.n, self._received))
         for clause in self._cutter.push(message.s):
             self._speak(clause)
@@ -148,6 +152,8 @@ class Context:
     def flush(self, message: wire.Flush, now: float) -> None:
         """All text so far becomes clauses; `flushed` follows the last one's audio."""
         self._heard_at = now
+        if len(self._flushes) + len(self._marks) >= FLUSHES:
+            raise Refusal("text_too_long", f"more than {FLUSHES} flushes wait to be answered")
         self._speak(self._cutter.flush())
         self._flushes.append((len(self._clauses), message.f))
         self._mark_flushes()
@@ -171,6 +177,8 @@ class Context:
         fingerprint = self._quarantine.fingerprint(*self._kind, clause)
         if self._quarantine.is_refused(fingerprint):
             raise Refusal("engine_error", "this input has stopped the engine twice")
+        if len(self._clauses) >= CLAUSES:
+            raise Refusal("text_too_long", f"more than {CLAUSES} clauses in one context")
         if self._is_silent:
             self._playout.restart()
         self._cut += len(clause)

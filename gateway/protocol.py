@@ -92,6 +92,9 @@ class Quota(Protocol):
     def take_text(self, num_bytes: int) -> None:
         """Raises Refusal."""
 
+    def take_voice(self) -> None:
+        """Raises Refusal."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProtocolLimits:
@@ -148,6 +151,7 @@ class SpeechProtocol:
             port,
             owner=quota.name,
             is_allowed=quota.rights.voices,
+            take_one=quota.take_voice,
             say=self._say,
             fail=lambda refusal, v: self._say(self._error(refusal, None, v=v)),
             wake=wake,

@@ -21,6 +21,7 @@ from gateway.errors import FINAL_CODES, RETRY_CODES, EngineUnavailable, Refusal
 RECORDING_BYTES: Final = 10 << 20
 ROOM_BYTES: Final = 64 << 20  # of recordings that wait, over all connections of this process
 UPLOADS: Final = 2  # of one connection at once
+DROPS: Final = 16  # likewise
 REMEMBERED: Final = 64  # uploads that have ended, so that what still comes of them is met with silence
 VOICE_NAME_BYTES: Final = 64
 TRANSCRIPT_BYTES: Final = 4_096
@@ -88,6 +89,7 @@ class Uploads:
     """One connection's. `owner` is the key's name, empty where no keys are asked for.
 
     say    takes an answer      fail   takes a refusal and the `v` that its error carries      wake   something was said
+    take_one   one recording more of the quota; raises Refusal
     """
 
     def __init__(
@@ -96,12 +98,13 @@ class Uploads:
         *,
         owner: str,
         is_allowed: bool,
+        take_one: Callable[[], None],
         say: Callable[[wire.ServerMessage], None],
         fail: Callable[[Refusal, str], None],
         wake: Callable[[], None],
     ) -> None:
         self._port = port
-        self._owner, self._is_allowed = owner, is_allowed
+        self._owner, self._is_allowed, self._take_one = owner, is_allowed, take_one
         self._say, self._fail, self._wake = say, fail, wake
         self._uploads: dict[str, _Upload] = {}
         self._drops: dict[Lease, str] = {}
@@ -140,6 +143,7 @@ class Uploads:
         check_words(part.name or "", part.transcript or "", part.lang or "")
         if len(self._uploads) >= UPLOADS:
             raise Refusal("overloaded", f"at most {UPLOADS} recordings at once", after_ms=BUSY_AFTER_MS)
+        self._take_one()
         self._uploads[part.v] = _Upload(part)
         self._ended.pop(part.v, None)
 
@@ -170,6 +174,8 @@ class Uploads:
     def drop(self, message: wire.VoiceDrop) -> None:
         """Answered with the list of voices. Raises Refusal."""
         self._check_allowed()
+        if len(self._drops) >= DROPS:
+            raise Refusal("overloaded", f"at most {DROPS} drops at once", after_ms=BUSY_AFTER_MS)
         lease = self._leased(lambda event: self._take_drop(lease, event))
         self._drops[lease] = message.voice
         self._port.post(

@@ -191,6 +191,19 @@ def test_text_is_counted_by_the_minute(tmp_path: Path, limit: dict[str, Any]) ->
     two.take_text(600)
 
 
+@pytest.mark.parametrize("limit", [{"address_voices_minute": 2}, {"keys": known(voices_minute=2)}], ids=str)
+def test_recordings_are_counted_by_the_minute(tmp_path: Path, limit: dict[str, Any]) -> None:
+    door = Door(tmp_path, **limit)
+    one, two = door.enter(KEY), door.enter(KEY)
+    one.take_voice()
+    two.take_voice()
+    with pytest.raises(Refusal) as caught:
+        one.take_voice()
+    assert (caught.value.code, caught.value.retry, caught.value.after_ms) == ("quota", True, 30_001)
+    door.now += 31
+    two.take_voice()
+
+
 def test_pending_handshakes_are_bounded_per_address(tmp_path: Path) -> None:
     door = Door(tmp_path, address_pending=2).admission
     assert [door.knock("a") for _ in range(3)] == [True, True, False]

@@ -8,6 +8,7 @@ import random
 from typing import Any
 
 import msgpack
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +16,7 @@ from engine import messages as engine
 from engine.config import KeyConfig
 from gateway import wire
 from gateway.admission import Account, Bucket, Caller
-from gateway.context import Lease
+from gateway.context import FLUSHES, Lease
 from gateway.errors import FINAL_CODES, RETRY_CODES, EngineUnavailable
 from gateway.metrics import Metrics
 from gateway.protocol import Deliver, ProtocolLimits, SpeechProtocol
@@ -58,6 +59,7 @@ def caller(**rights: Any) -> Caller:
     key = KeyConfig(sha256="0" * 64, **rights)
     account = Account(
         text=Bucket(key.text_minute, 100.0),
+        voices=Bucket(key.voices_minute, 100.0),
         handshakes=Bucket(0, 100.0),
         max_sockets=key.sockets,
         max_contexts=key.contexts,
@@ -269,6 +271,43 @@ def test_text_that_waits_is_bounded() -> None:
     assert (error["c"], error["code"], error["retry"]) == ("a", "text_too_long", False)
     assert len(bench.posted(engine.Cancel)) == 1
     assert bench.say("text", c="a", n=2, s="late") == []  # it crossed the error on the wire
+
+
+def test_flushes_that_nobody_answers_are_bounded() -> None:
+    bench = Bench()
+    lease = bench.open()
+    bench.say("credit", c="a", ms=0)
+    bench.say("text", c="a", n=0, s="Hello there")
+    for f in range(FLUSHES):
+        assert bench.say("flush", c="a", f=f) == []
+    bench.audio(lease)
+    assert bench.tell(lease, engine.ClauseDone(context=lease.context, epoch=1, index=0, samples=24_000))[1:] == []
+    (error,) = bench.say("flush", c="a", f=FLUSHES)
+    assert (error["c"], error["code"], error["retry"]) == ("a", "text_too_long", False)
+
+
+def test_clauses_of_one_context_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.context.CLAUSES", 2)
+    bench = Bench()
+    bench.open()
+    for n in range(2):
+        bench.say("text", c="a", n=n, s="...")
+        assert bench.say("flush", c="a", f=n) == []
+    bench.say("text", c="a", n=2, s="...")
+    assert bench.say("flush", c="a", f=2)[0]["code"] == "text_too_long"
+
+
+def test_empty_pieces_take_no_memory_and_are_taken_with_what_follows() -> None:
+    bench = Bench()
+    lease = bench.open()
+    for n in range(1_000):
+        bench.say("text", c="a", n=n, s="")
+    bench.say("text", c="a", n=1_000, s="Hi.")
+    bench.say("text", c="a", n=1_001, s="")
+    assert len(bench.protocol._contexts["a"]._pieces) == 2
+    bench.say("end", c="a")
+    taken = engine.ClauseTaken(context=lease.context, epoch=1, index=0)
+    assert bench.tell(lease, taken) == [{"t": "taken", "c": "a", "n": 1_001}]
 
 
 def test_a_duplicate_open_leaves_the_first_context_alone() -> None:

@@ -16,9 +16,10 @@ from gateway import wire
 from gateway.client import VoiceError, connect
 from gateway.context import Lease
 from gateway.errors import EngineUnavailable, Refusal
-from gateway.voices import RECORDING_BYTES, Room, Uploads, visible
+from gateway.voices import DROPS, RECORDING_BYTES, Room, Uploads, visible
 from tests.gateway.conftest import Stack, StackMaker
 from tests.gateway.raw_client import RawClient, raw_client, until
+from tests.gateway.test_protocol import caller
 from tests.scripted_engine import Script
 
 WORDS = {"name": "Mia", "transcript": "The words that are spoken."}
@@ -51,7 +52,14 @@ class FakePort:
 class Bench:
     """One connection's uploads, and all that was answered."""
 
-    def __init__(self, port: FakePort | None = None, *, owner: str = "key", is_allowed: bool = True) -> None:
+    def __init__(
+        self,
+        port: FakePort | None = None,
+        *,
+        owner: str = "key",
+        is_allowed: bool = True,
+        take_one: Callable[[], None] = lambda: None,
+    ) -> None:
         self.port = port or FakePort()
         self.said: list[wire.ServerMessage] = []
         self.failed: list[tuple[str, str]] = []
@@ -59,6 +67,7 @@ class Bench:
             self.port,
             owner=owner,
             is_allowed=is_allowed,
+            take_one=take_one,
             say=self.said.append,
             fail=lambda refusal, v: self.failed.append((v, refusal.code)),
             wake=lambda: None,
@@ -166,6 +175,27 @@ def test_a_key_without_the_right_registers_and_drops_nothing() -> None:
     with pytest.raises(Refusal):
         bench.uploads.drop(wire.VoiceDrop(voice="abc"))
     assert bench.port.posted == []
+
+
+def test_drops_that_are_not_answered_are_bounded() -> None:
+    bench = Bench()
+    for number in range(DROPS):
+        bench.uploads.drop(wire.VoiceDrop(voice=str(number)))
+    with pytest.raises(Refusal, match="at most 16 drops"):
+        bench.uploads.drop(wire.VoiceDrop(voice="one more"))
+    assert len(bench.port.posted) == DROPS
+
+
+def test_a_recording_beyond_the_quota_is_refused_before_it_takes_memory() -> None:
+    quota = caller(voices_minute=2)
+    bench = Bench(take_one=quota.take_voice)
+    for v in "ab":
+        bench.put(v, 0, b"x", last=True)
+        deliver = list(bench.port.routes.values())[-1]
+        deliver(kept(list(bench.port.routes)[-1]))
+    used = bench.port.room.used
+    assert bench.refusal("c", 0, b"x", last=True)[0] == "quota"
+    assert (bench.port.room.used, len(bench.port.posted)) == (used, 2)
 
 
 def test_a_lost_engine_and_a_server_that_goes_end_every_upload_once() -> None:
