@@ -50,7 +50,7 @@ CROP_UNITS = 128
 MODEL_FILE, ONNX_FILE = "speech_tokenizer.pt", "speech_tokenizer_v3.onnx"
 ANCHOR_FILE = "anchor.pt"
 """An earlier tokenizer, if there: training starts from it and keeps hibari's codes near its own."""
-ANCHOR_WEIGHT = 6.0
+ANCHOR_WEIGHT = 15.0
 KOKORO_SHARE = 0.6
 
 
