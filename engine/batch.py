@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -51,6 +52,7 @@ Row = TypeVar("Row", TalkerRow, FlowStep, HiftRow)
 Result = TypeVar("Result")
 Kernel = Callable[[Sequence[Row], "Launched"], None]
 
+MANY = 1 << 30
 CODES_PER_TEXT = 5.0  # until some have been counted
 MAX_VOICES = 1_024  # whose prompts stay on the device, 0.1 MB each
 MAX_SILENT_RUN = 75  # ids, three seconds: a talker that says nothing for so long has lost its text
@@ -107,6 +109,7 @@ class Segment:
     flow: FlowRow | None = None
     num_given: int = 0  # tokens given to the flow
     num_frames: int = 0  # of mel that came of them
+    most_pages: int = 0  # that the flow row will probably hold in the end, the voice's not counted
     mel: Tensor | None = None  # [M, frames] not yet sounded
     health: Tensor | None = None  # of the mel: 0, or NaN if it is not finite
     hift: HiftState | None = None
@@ -166,6 +169,13 @@ class Models:
         return self.flow.device
 
 
+class Claim(NamedTuple):
+    """Pages of one flow row under way."""
+
+    held: int
+    to_come: int
+
+
 class Spoken(NamedTuple):
     """A row under way, with what it belongs to: the lane may have another part, or tenant, when it lands."""
 
@@ -203,7 +213,8 @@ class Runner:
         self._no_mel = torch.empty(models.flow.shape.mel, 0, device=models.device)
         self._lanes: list[dict[Part, Segment]] = [{} for _ in range(lanes)]
         self._leases = [0] * lanes
-        self._spare_pages = 0  # of the flow, when they were last counted, less what has begun since
+        self._claims: list[Claim] | None = None  # of the flow rows under way, once counted in this launch
+        self._refused_pages = MANY  # the least that a row was refused in this launch
 
     def warm(self, *, has_graphs: bool, on_capture: Callable[[str], None]) -> None:
         """Lays out what the models keep on the device and captures their launches. On the CPU there is nothing to do.
@@ -390,6 +401,7 @@ class Runner:
         is_end = is_stop or segment.is_over
         if is_end:
             self._release_talker(lane, segment)
+            segment.most_pages = self._pages_in_the_end(segment)
             self.codes_per_text.add(len(segment.tokens) / max(1, segment.utterance.prompt.num_target))
         return len(segment.tokens), is_end
 
@@ -398,7 +410,7 @@ class Runner:
     def _launch_flow(self, rows: Sequence[FlowStep], done: Launched) -> None:
         """An Euler step of the streamed rows and of new voices' prompts; all ten at once of full responses and, where
         the profile says so, of last hops."""
-        self._spare_pages = -1
+        self._claims, self._refused_pages = None, MANY
         streamed: list[FlowStep] = []
         last: list[FlowStep] = []
         whole: list[FlowStep] = []
@@ -471,29 +483,36 @@ class Runner:
         return state
 
     def _may_begin(self, segment: Segment) -> bool:
-        """A row begins if the pages will probably last to its end and to that of all rows under way: else one that
-        somebody listens to would stop short. With none under way it may try."""
-        need = self._pages_to_come(segment)
-        if need > self._spare_pages:
-            self._spare_pages = self._count_spare_pages()
-        if need > self._spare_pages and any(one.flow is not None for one in self.segments()):
-            return need <= self._spare_pages + self.prefixes.num_unused_pages
-        self._spare_pages -= need
+        """A row begins if the pages will probably last to its end and to that of all rows under way, which take theirs
+        at the same pace: else one that somebody listens to would stop short. With none under way it may try."""
+        segment.most_pages = self._pages_in_the_end(segment)
+        if segment.most_pages >= self._refused_pages:
+            return False
+        if self._claims is None:
+            self._claims = [self._claim(one) for one in self.segments() if one.flow is not None]
+        claims = [*self._claims, Claim(0, segment.most_pages)]
+        lacking = most_held(claims) - self.models.flow_store.pool.num_free - sum(claim.held for claim in claims)
+        if self._claims and lacking > 0 and lacking > self.prefixes.num_unused_pages:
+            self._refused_pages = segment.most_pages
+            return False
+        self._claims = claims
         return True
 
-    def _count_spare_pages(self) -> int:
-        """Free, and not needed by the rows under way."""
-        to_come = sum(self._pages_to_come(one) for one in self.segments() if one.flow is not None)
-        return self.models.flow_store.pool.num_free - to_come
+    def _claim(self, segment: Segment) -> Claim:
+        assert segment.flow is not None, "only rows under way hold pages"
+        prefix = segment.flow.prefix
+        held = len(segment.flow.pages) - (len(prefix.pages) if prefix is not None else 0)
+        return Claim(held, max(0, segment.most_pages - held))
 
-    def _pages_to_come(self, segment: Segment) -> int:
+    def _pages_in_the_end(self, segment: Segment) -> int:
+        """Of its own: those of the voice's prompt are shared."""
         used = segment.utterance
         tokens = len(segment.tokens)
         if not segment.is_talked:
             likely = int(self.codes_per_text.value * used.prompt.num_target)
             tokens = max(tokens, used.limits.min_len, min(likely, used.limits.max_len))
-        held = len(segment.flow.pages) if segment.flow is not None else self.prefixes.pages_of(used.voice)
-        return max(0, self.models.flow.pages_for(self.prefixes.prompt_tokens(used.voice) + tokens) - held)
+        whole = self.models.flow.pages_for(self.prefixes.prompt_tokens(used.voice) + tokens)
+        return max(0, whole - self.prefixes.pages_of(used.voice))
 
     def _fresh_row(self, voice: Voice) -> FlowRow | None:
         """Behind the voice's solved prompt; where nothing is kept, with its prompt to solve."""
@@ -612,6 +631,16 @@ class Runner:
         talker, flow = self.models.talker_store, self.models.flow_store
         of_talker = talker.pool.num_used * talker.kv.nbytes // talker.pool.num_pages
         return of_talker + flow.pool.num_used * FlowStore.page_bytes(flow.shape, flow.data.dtype)
+
+
+def most_held(claims: Sequence[Claim]) -> int:
+    """Pages that rows hold at once at most, if all take theirs at the same pace and give them back at their ends."""
+    longest_first = sorted(claims, key=lambda claim: -claim.to_come)
+    held = accumulate(claim.held for claim in longest_first)
+    return max(
+        already + count * claim.to_come
+        for count, (already, claim) in enumerate(zip(held, longest_first, strict=True), 1)
+    )
 
 
 def num_units(row: FlowRow) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.batch import Prefixes, Segment, Utterance, part_limits
+from engine.batch import Claim, Prefixes, Segment, Utterance, most_held, part_limits
 from engine.checkpoint import Settings
 from engine.flow import Flow, FlowRow, FlowStore
 from engine.frontend import Prompt
@@ -60,6 +60,27 @@ def test_a_talker_that_has_only_silence_to_give_is_stopped() -> None:
         count += 1
     assert count == 80
     assert len(segment.tokens) == 5
+
+
+@pytest.mark.parametrize(
+    ("claims", "most"),
+    [
+        ([(0, 5)], 5),
+        ([(3, 0)], 3),
+        ([(0, 4), (0, 4), (0, 4)], 12),  # side by side
+        ([(0, 4), (3, 1)], 5),  # the second is through when the first has one page
+        ([(0, 4), (3, 1), (3, 1)], 9),
+        ([(0, 6), (1, 5), (2, 4), (3, 3), (4, 2), (5, 1)], 21),  # one after the other, each a page further on
+    ],
+    ids=str,
+)
+def test_rows_that_end_make_room_for_those_that_go_on(claims: list[tuple[int, int]], most: int) -> None:
+    assert most_held([Claim(*claim) for claim in claims]) == most
+    simulated, time = 0, 0
+    while any(to_come >= time for _, to_come in claims):
+        simulated = max(simulated, sum(held + time for held, to_come in claims if to_come >= time))
+        time += 1
+    assert simulated == most
 
 
 @pytest.fixture
