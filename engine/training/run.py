@@ -286,7 +286,7 @@ def copy_artefacts(data: Path, out: Path, *, with_tokens: bool) -> None:
             if (folder / name).exists():
                 shutil.copy(folder / name, out / name)
     with tarfile.open(out / "rest.tar.gz", "w:gz") as archive:
-        for name in ("CosyVoice-BlankEN", "prompts", "speakers.npz", "log", *missing_onnx(data)):
+        for name in ("CosyVoice-BlankEN", "prompts", "speakers.npz", "speech_tokenizer.pt", "log"):
             if (data / name).exists():
                 archive.add(data / name, arcname=name)
         for path in sorted((data / "out").glob("*")):
@@ -300,11 +300,6 @@ def copy_artefacts(data: Path, out: Path, *, with_tokens: bool) -> None:
         (out / "tokens.npz").write_bytes(pack_tokens(data))
     for path in sorted(out.iterdir()):
         print(f"   {path.name} {path.stat().st_size / 2**20:.2f} MiB")
-
-
-def missing_onnx(data: Path) -> list[str]:
-    """The speech tokenizer's weights, while its ONNX file is not there to be copied."""
-    return [] if (data / "speech_tokenizer_v3.onnx").exists() else ["speech_tokenizer.pt"]
 
 
 def pack_held_out(data: Path, limit: int = 30) -> bytes:
