@@ -47,7 +47,7 @@ class _Piece:
 class _Clause:
     end: int  # characters of the context's text up to the clause's end
     num_bytes: int
-    fingerprint: bytes
+    fingerprint: str
     samples: int | None = None  # of the context, when all of the clause's audio is in
 
 
@@ -257,7 +257,7 @@ class Context:
             return "resting"
         return "speaking" if self._num_clauses_done < len(self._clauses) else "idle"
 
-    def suspects(self) -> list[bytes]:
+    def suspects(self) -> list[str]:
         """What the engine is working on, by fingerprint."""
         last = self._num_taken + PREPARED
         return [clause.fingerprint for clause in self._clauses[self._num_clauses_done : last]]

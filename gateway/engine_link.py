@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Final
 
 import msgpack  # type: ignore[import-untyped]
@@ -68,7 +70,7 @@ class EngineLink:
         self._clock = clock
         self._silence_s = silence_s
         self._on_silence = on_silence
-        self.quarantine = Quarantine(clock)
+        self.quarantine = Quarantine(Path(socket).parent / "suspects", time.time)
         self.room = Room()
         self._aborts: dict[int, float] = {}  # when the engine was told to cancel a context
         self._ready: Ready | None = None
@@ -162,6 +164,7 @@ class EngineLink:
             await (await pipe.ping())  # it answers: whoever is told that we are ready may speak
         self._epoch += 1
         self._ready = first
+        self.quarantine.engine = _life(self._socket)
         self._outbox.clear()
         self.is_ready.set()
         self._metrics.engine_up.set(1)
@@ -224,6 +227,14 @@ class EngineLink:
                     after_ms=RESTART_AFTER_MS,
                 )
             )
+
+
+def _life(socket: str) -> str:
+    """The same for every process that is connected to one life of the engine, which makes its socket anew."""
+    with contextlib.suppress(OSError):
+        found = Path(socket).stat()
+        return f"{found.st_ino}-{found.st_ctime_ns}"
+    return secrets.token_hex(8)
 
 
 def _bundles(batch: list[ToEngine]) -> Iterator[list[ToEngine]]:

@@ -334,7 +334,7 @@ class SpeechProtocol:
                 self._port.release(context.lease)
             case engine.Failed():
                 if event.code == "engine_restart":
-                    self._port.quarantine.strike(context.suspects(), context.lease.epoch)
+                    self._port.quarantine.strike(context.suspects())
                 context.is_done = True
                 self._fail(context, _refusal_of(event))
             case engine.Cancelled():  # the engine ended it on its own, which it does only when it goes down

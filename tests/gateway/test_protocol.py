@@ -5,6 +5,8 @@ from __future__ import annotations
 import array
 import itertools
 import random
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -25,6 +27,7 @@ from gateway.spans import no_spans
 from gateway.voices import Room
 from tests.gateway.raw_client import TERMINAL, check_promises
 
+SUSPECTS = tempfile.TemporaryDirectory(prefix="rill-")  # of one engine, so that none is struck twice
 SECOND = array.array("f", [0.25] * 24_000).tobytes()
 
 
@@ -36,7 +39,7 @@ class FakePort:
         self.ready: engine.Ready | None = engine.Ready(model="fake", voices=voices, sample_rate=24_000, lanes=4)
         self.posted: list[engine.ToEngine] = []
         self.routes: dict[Lease, Deliver] = {}
-        self.quarantine = Quarantine(lambda: 0.0)
+        self.quarantine = Quarantine(Path(SUSPECTS.name), lambda: 0.0)
         self.room = Room()
         self._numbers = itertools.count(1)
 
