@@ -21,6 +21,7 @@ import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import NamedTuple
 
 from engine.costs import FLOW, Costs, Mean
@@ -91,6 +92,7 @@ class Restarting(SpeechError):
 RETRY_AFTER_MS = 1_000
 LONGEST_RETRY_MS = 60_000
 INFINITY = float("inf")
+SECONDS_PER_TOKEN = SAMPLES_PER_TOKEN / SAMPLE_RATE_HZ
 
 
 class Key(NamedTuple):
@@ -198,6 +200,7 @@ class _Run:
     tokens: int = 0  # kept by the silent-run filter
     is_talked: bool = False
     tokens_solved: int = 0
+    hop_end: int = 0  # tokens that will be solved after the next hop, if it isn't the last
     euler_steps: int = 0  # of the hop under way; 0: none is staged
     is_final_hop: bool = False
     is_solved: bool = False
@@ -205,23 +208,18 @@ class _Run:
     is_mel_final: bool = False
     is_sounded: bool = False
 
-    @property
-    def is_ready(self) -> bool:
-        return self.lengths is not None
-
-    @property
-    def hop(self) -> int:
-        assert self.lengths is not None, "the clause isn't prepared"
-        return HOP_TOKENS if self.tokens_solved else self.lengths.first_hop
+    def __post_init__(self) -> None:
+        if self.lengths is not None:
+            self.hop_end = self.lengths.first_hop
 
     @property
     def is_hop_due(self) -> bool:
         """Are there tokens for a hop and its look-ahead, or is this the end of the clause?"""
-        return self.is_talked or self.tokens >= self.tokens_solved + self.hop + LOOKAHEAD_TOKENS
+        return self.is_talked or self.tokens >= self.hop_end + LOOKAHEAD_TOKENS
 
     @property
     def is_last_hop(self) -> bool:
-        return self.tokens < self.tokens_solved + self.hop + LOOKAHEAD_TOKENS
+        return self.tokens < self.hop_end + LOOKAHEAD_TOKENS
 
 
 @dataclass(slots=True, eq=False)
@@ -239,8 +237,10 @@ class _Context:
     samples: int = 0
     samples_coming: int = 0  # launched, not landed
     tokens: int = 0
+    tokens_ahead: int = 0  # that the talker has written and the flow hasn't solved
     due_s: float = 0.0  # when the listener runs dry
     served_s: float = 0.0
+    deadline: tuple[float, float] = (0.0, 0.0)  # when it is to be served again, and who goes first of two
     first_clause_s: float | None = None
     first_audio_s: float | None = None
     lacks_talker_pages: bool = False  # at its last try
@@ -251,6 +251,10 @@ class _Context:
         return self.opened.streaming
 
     @property
+    def has_mel(self) -> bool:
+        return bool(self.runs) and self.runs[0].has_mel
+
+    @property
     def is_blocked(self) -> bool:
         return self.lacks_talker_pages or self.lacks_flow_pages
 
@@ -259,10 +263,8 @@ class _Context:
         """Is all that the listener granted already made?"""
         return self.credit is not None and self.samples + self.samples_coming >= self.credit
 
-    @property
-    def samples_ahead(self) -> int:
-        """Audio that the talker has written and the flow hasn't solved."""
-        return sum(run.tokens - run.tokens_solved for run in self.runs) * SAMPLES_PER_TOKEN
+
+_DEADLINE = attrgetter("deadline")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,6 +308,8 @@ class Scheduler:
         self._contexts: dict[Key, _Context] = {}
         self._waiting: deque[_Context] = deque()
         self._tenants: list[_Context | None] = [None] * limits.lanes
+        self._order: list[_Context] = []  # those of all lanes; the most urgent first when last planned
+        self._unsounded: set[_Context] = set()  # with a mel for the vocoder
         self._lease = [0] * limits.lanes
         self._free = list(range(limits.lanes - 1, -1, -1))
         self._now = 0.0
@@ -352,6 +356,7 @@ class Scheduler:
             self._say_failed(key, Overloaded(full))
             return
         context = _Context(key, message, since_s=now, due_s=now, served_s=now)
+        self._set_deadline(context)
         self._contexts[key] = context
         self._waiting.append(context)
         self._seat_waiting()
@@ -381,6 +386,7 @@ class Scheduler:
         if not context.runs:
             context.due_s = max(context.due_s, now)
             context.served_s = max(context.served_s, now)
+            self._set_deadline(context)
         if context.first_clause_s is None:
             context.first_clause_s = now
         context.next_clause += 1
@@ -413,6 +419,7 @@ class Scheduler:
             assert self._tenants[index] is None, f"lane {index} is taken"
             self._lease[index] += 1
             self._tenants[index] = context
+            self._order.append(context)
             context.lane = Lane(index, self._lease[index])
             self.queued_s.add(self._now - context.since_s)
             self._say(context.key, Opened(context=context.key.context, epoch=context.key.epoch))
@@ -429,6 +436,8 @@ class Scheduler:
         index = context.lane.index
         assert self._tenants[index] is context, f"lane {index} belongs to another context"
         self._tenants[index] = None
+        self._order.remove(context)
+        self._unsounded.discard(context)
         self._free.append(index)
         self.freed.append(context.lane)
         self._between_ends_s.add(self._now - self._ended_s)
@@ -438,8 +447,16 @@ class Scheduler:
 
     def unblock(self) -> None:
         """Pages came free: those who waited for some may try again."""
-        for context in self._seated():
-            context.lacks_talker_pages = context.lacks_flow_pages = False
+        self._unblock_talkers()
+        self._unblock_flows()
+
+    def _unblock_talkers(self) -> None:
+        for context in self._order:
+            context.lacks_talker_pages = False
+
+    def _unblock_flows(self) -> None:
+        for context in self._order:
+            context.lacks_flow_pages = False
 
     def _seated(self) -> Iterator[_Context]:
         return (context for context in self._tenants if context is not None)
@@ -477,7 +494,10 @@ class Scheduler:
         """The rows of the next step, most urgent first."""
         self._now = now
         self._expire(now)
-        urgent = sorted((c for c in self._seated() if c.runs), key=self._deadline_s)
+        if not (room.talker or room.flow or self._unsounded):
+            return Plan()
+        self._order.sort(key=_DEADLINE)  # hardly anything has moved since the last time
+        urgent = [context for context in self._order if context.runs]
         plan = self._plan_one(urgent, room) if self.limits.is_serial else self._plan_all(urgent, room, now)
         if plan.is_empty and room.is_idle and (stuck := [c for c in urgent if c.is_blocked]):
             # Nobody can run and somebody lacks pages: waiting would never end. The least urgent gives way.
@@ -485,8 +505,8 @@ class Scheduler:
             return self.plan(now, room)
         return plan
 
-    def _deadline_s(self, context: _Context) -> tuple[float, float]:
-        return min(context.due_s, context.served_s + self.limits.ageing_s), context.since_s
+    def _set_deadline(self, context: _Context) -> None:
+        context.deadline = min(context.due_s, context.served_s + self.limits.ageing_s), context.since_s
 
     def _plan_one(self, urgent: list[_Context], room: Room) -> Plan:
         for context in urgent:
@@ -499,7 +519,8 @@ class Scheduler:
         return Plan()
 
     def _plan_all(self, urgent: list[_Context], room: Room, now: float) -> Plan:
-        hift = tuple(row for context in urgent if (row := self._hift_row(context)) is not None)
+        sounding = sorted(self._unsounded, key=_DEADLINE)
+        hift = tuple(row for context in sounding if (row := self._hift_row(context)) is not None)
         rest_from_s = now + self.limits.rest_s if self._is_pressed(urgent, now) else INFINITY
         return Plan(
             self._talker_rows(urgent, rest_from_s) if room.talker else (),
@@ -515,9 +536,9 @@ class Scheduler:
 
     def _talker_rows(self, urgent: list[_Context], rest_from_s: float) -> tuple[TalkerRow, ...]:
         """One row for each lane that may go on; prompts share out the rows of a step in their order."""
-        rows, prefill = [], self.limits.prefill_rows
+        rows, prefill, is_pressed = [], self.limits.prefill_rows, rest_from_s < INFINITY
         for context in urgent:
-            if self._may_rest(context, rest_from_s):
+            if is_pressed and self._may_rest(context, rest_from_s):
                 continue
             row = self._talker_row(context, prefill)
             if row is not None:
@@ -527,26 +548,28 @@ class Scheduler:
 
     def _may_rest(self, context: _Context, rest_from_s: float) -> bool:
         """Do the talker's tokens last beyond this moment, and has the flow enough of them for its next hop?"""
-        lasts_until_s = context.due_s + context.samples_ahead / SAMPLE_RATE_HZ
-        return lasts_until_s > rest_from_s and context.runs[0].is_ready and context.runs[0].is_hop_due
+        if context.due_s + context.tokens_ahead * SECONDS_PER_TOKEN <= rest_from_s:
+            return False
+        return context.runs[0].lengths is not None and context.runs[0].is_hop_due
 
     def _talker_row(self, context: _Context, prefill: int) -> TalkerRow | None:
-        if context.lacks_talker_pages:
-            return None
-        run = next((run for run in context.runs if not run.is_talked), None)
-        if run is None or run.lengths is None or self._is_far_ahead(context):
+        run = context.runs[0]
+        if run.is_talked:
+            run = next((run for run in context.runs if not run.is_talked), run)
+        if run.is_talked or run.lengths is None or context.lacks_talker_pages or self._is_far_ahead(context):
             return None
         left = run.lengths.prefill_rows - run.rows_fed
         if left <= 0:
-            return TalkerRow(self._lane(context), run.part, run.rows_fed, 1, is_prompt=False)
+            return TalkerRow(self._lane(context), run.part, run.rows_fed, 1, False)
         count = min(left, prefill)
-        return TalkerRow(self._lane(context), run.part, run.rows_fed, count, is_prompt=True) if count else None
+        return TalkerRow(self._lane(context), run.part, run.rows_fed, count, True) if count else None
 
     def _is_far_ahead(self, context: _Context) -> bool:
         """Has the talker written all that the listener granted, and the look-ahead?"""
         if context.credit is None:
             return False
-        return context.samples + context.samples_ahead >= context.credit + self.limits.lookahead_samples
+        written = context.samples + context.tokens_ahead * SAMPLES_PER_TOKEN
+        return written >= context.credit + self.limits.lookahead_samples
 
     def _flow_rows(self, urgent: list[_Context], now: float, rest_from_s: float) -> tuple[FlowRow, ...]:
         """The next launch: as large as the slack of its most urgent row allows. A full response is solved in one go,
@@ -558,7 +581,7 @@ class Scheduler:
         for context in urgent:
             if len(streamed) >= most:
                 break
-            if len(streamed) >= self.limits.fill_rows and self._deadline_s(context)[0] > rest_from_s:
+            if len(streamed) >= self.limits.fill_rows and context.deadline[0] > rest_from_s:
                 continue
             row = self._flow_row(context)
             if row is None:
@@ -596,7 +619,7 @@ class Scheduler:
             return FlowRow(lane, run.part, run.tokens, is_new_hop=True, is_final=True) if run.is_talked else None
         if not run.is_hop_due or run.has_mel and run.is_last_hop:
             return None  # a last hop may be solved in one go, and then gives its mel at once
-        upto = run.tokens if run.is_last_hop else run.tokens_solved + run.hop + LOOKAHEAD_TOKENS
+        upto = run.tokens if run.is_last_hop else run.hop_end + LOOKAHEAD_TOKENS
         return FlowRow(lane, run.part, upto, is_new_hop=True, is_final=run.is_last_hop)
 
     def _hift_row(self, context: _Context) -> HiftRow | None:
@@ -626,7 +649,7 @@ class Scheduler:
 
     def solved(self, row: FlowRow, *, has_mel: bool) -> None:
         """An Euler step is on its way; `has_mel` says that it is the hop's last."""
-        _, run = self._run(row.lane, row.part)
+        context, run = self._run(row.lane, row.part)
         if row.is_new_hop:
             run.is_final_hop = row.is_final
         run.euler_steps += 1
@@ -636,14 +659,18 @@ class Scheduler:
         run.euler_steps = 0
         run.has_mel, run.is_mel_final = True, run.is_final_hop
         run.is_solved = run.is_final_hop
-        run.tokens_solved = run.tokens if run.is_final_hop else run.tokens_solved + run.hop
+        self._unsounded.add(context)
+        upto = run.tokens if run.is_final_hop else run.hop_end
+        context.tokens_ahead -= upto - run.tokens_solved
+        run.tokens_solved, run.hop_end = upto, upto + HOP_TOKENS
         if run.is_solved:
-            self.unblock()
+            self._unblock_flows()
 
     def voiced(self, row: HiftRow, samples: int) -> None:
         """A mel is on its way through the vocoder, which makes so many samples of it."""
         context, run = self._run(row.lane, row.part)
         run.has_mel = False
+        self._unsounded.discard(context)
         context.samples_coming += samples
 
     # What has landed
@@ -651,12 +678,13 @@ class Scheduler:
     def talked(self, row: TalkerRow, tokens: int, *, is_end: bool) -> None:
         """The talker drew an id; the part has `tokens` kept tokens now."""
         context, run = self._run(row.lane, row.part)
+        context.tokens_ahead += tokens - run.tokens
         run.tokens, run.is_talked = tokens, is_end
         if is_end and tokens == 0:
             run.is_solved = run.is_sounded = True
         if is_end:
             self._settle(context)
-            self.unblock()  # the talker's pages are back
+            self._unblock_talkers()
 
     def sounded(self, row: HiftRow, pcm: bytes, now: float) -> None:
         """Samples of a clause are ready to be sent."""
@@ -689,6 +717,7 @@ class Scheduler:
         context.samples += samples
         context.due_s = max(context.due_s, now) + samples / SAMPLE_RATE_HZ
         context.served_s = now
+        self._set_deadline(context)
 
     def _settle(self, context: _Context) -> None:
         """Report clauses that are through, and the context's end."""
@@ -772,6 +801,11 @@ class Scheduler:
         assert {c.key for c in seated} | {c.key for c in self._waiting} == set(self._contexts), "a context is lost"
         assert len(seated) + len(self._waiting) == len(self._contexts), "a context has two places"
         assert not (self._has_place and self._waiting), "a context waits beside a free place"
+        assert len(self._order) == len(seated) and set(self._order) == set(seated), "a lane isn't planned"
+        assert self._unsounded == {context for context in seated if context.has_mel}, "a mel is forgotten"
+        for context in seated:
+            ahead = sum(run.tokens - run.tokens_solved for run in context.runs)
+            assert context.tokens_ahead == ahead, f"{context.tokens_ahead} tokens counted, {ahead} are ahead"
 
 
 def _stats(context: _Context) -> dict[str, float]:
