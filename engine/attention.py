@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
@@ -262,28 +262,45 @@ def gathers(device: torch.device) -> bool:
 # --- rows laid end to end ---
 
 
+TILE = 128  # frames that ask together
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Whole:
     """Index tables of whole rows laid end to end, F frames in all; their guidance twins lie behind them."""
 
-    lengths: list[int]  # frames of each row
+    lengths: list[int]  # frames of each row; empty where a graph is captured that takes any
+    longest: int  # no row has more frames
     positions: Tensor  # int64 [F], counted from the start of each row
-    places: (
-        Tensor  # int64 [F], where they lie once as many zero frames as a convolution looks back stand before each row
-    )
+    rows: Tensor  # int64 [F], which row each frame is of
     ends: Tensor  # int32 [2 * rows + 1], where rows and then twins begin and end
+    tiles: Tensor  # int64 [3, tiles]: a row's first frame, its frames, and the tile's first one of them
 
     @property
-    def longest(self) -> int:
-        return max(self.lengths)
+    def most_rows(self) -> int:
+        return (len(self.ends) - 1) // 2
 
     @classmethod
-    def of(cls, lengths: list[int], gap: int, device: torch.device) -> Whole:
-        """gap: zero frames before each row."""
-        rows = np.repeat(np.arange(len(lengths)), lengths)
-        positions = np.concatenate([np.arange(length) for length in lengths])
-        table = to_device(np.stack((positions, np.arange(len(rows)) + gap * (rows + 1))), device)
-        return cls(lengths, *table, to_device(np.cumsum([0, *lengths, *lengths]), device).int())
+    def of(cls, lengths: list[int], device: torch.device) -> Whole:
+        positions, rows = places_of(lengths)
+        ends = np.cumsum([0, *lengths, *lengths])
+        tables = (to_device(columns, device) for columns in (positions, rows, ends, tiles_of(lengths)))
+        positions, rows, ends, tiles = tables
+        return cls(lengths, max(lengths), positions, rows, ends.int(), tiles)
+
+
+def places_of(sizes: Sequence[int]) -> tuple[Columns, Columns]:
+    """Of parts laid end to end: each place counted from the start of its part, and its part's number."""
+    parts = np.repeat(np.arange(len(sizes)), sizes)
+    starts = np.cumsum([0, *sizes[:-1]])
+    return np.arange(len(parts)) - starts[parts], parts
+
+
+def tiles_of(lengths: Sequence[int]) -> Columns:
+    """See Whole.tiles."""
+    number, rows = places_of([-(-length // TILE) for length in lengths])
+    starts = np.cumsum([0, *lengths[:-1]])
+    return np.stack((starts[rows], np.array(lengths)[rows], TILE * number))
 
 
 def to_device(columns: Columns, device: torch.device) -> Tensor:
@@ -296,28 +313,35 @@ class EachRow:
     """Row by row with torch's own attention: the twin of all the others."""
 
     def __init__(self, whole: Whole, angles: Angles) -> None:
-        self.lengths, self.turns = [*whole.lengths, *whole.lengths], angles.at(whole.positions)
+        self.whole, self.angles = whole, angles
 
     def __call__(self, layer: int, qkv: Tensor) -> Tensor:
         """qkv [1, 2, F, 3, H, E], overwritten -> [1, 2, F, H*E]."""
-        rotate_head0_(qkv, *self.turns)
-        parts = qkv.flatten(0, 2).permute(1, 2, 0, 3).split(self.lengths, dim=2)  # [3, H, n, E] each
+        turn_rows_(qkv, self.whole.positions, self.angles)
+        lengths = 2 * self.whole.lengths or [n for n in self.whole.ends.diff().tolist() if n]
+        parts = qkv.flatten(0, 2).permute(1, 2, 0, 3).split(lengths, dim=2)  # [3, H, n, E] each
         out = [F.scaled_dot_product_attention(*part).transpose(0, 1) for part in parts]
         return torch.cat(out).view(*qkv.shape[:3], -1)
 
 
 Varlen = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int], Tensor | tuple[Tensor, ...]]
+Turn = Callable[[Tensor, Tensor, Angles], None]  # qkv [1, 2, F, 3, H, E], positions [F]
+
+
+def turn_rows_(qkv: Tensor, positions: Tensor, angles: Angles) -> None:
+    """Turns head 0 of q and k where they lie."""
+    rotate_head0_(qkv, *angles.at(positions))
 
 
 class VarlenRows:
     """One call of a kernel for rows of any length: q, k, v [F, H, E], ends twice, longest twice -> [F, H, E]."""
 
-    def __init__(self, whole: Whole, angles: Angles, kernel: Varlen) -> None:
-        self.whole, self.turns, self.kernel = whole, angles.at(whole.positions), kernel
+    def __init__(self, whole: Whole, angles: Angles, kernel: Varlen, turn: Turn = turn_rows_) -> None:
+        self.whole, self.angles, self.kernel, self.turn = whole, angles, kernel, turn
 
     def __call__(self, layer: int, qkv: Tensor) -> Tensor:
         """qkv [1, 2, F, 3, H, E], overwritten -> [1, 2, F, H*E]."""
-        rotate_head0_(qkv, *self.turns)
+        self.turn(qkv, self.whole.positions, self.angles)
         ends, longest = self.whole.ends, self.whole.longest
         out = self.kernel(*qkv.flatten(0, 2).unbind(1), ends, ends, longest, longest)
         return _without_extras(out).view(*qkv.shape[:3], -1)
@@ -351,17 +375,16 @@ def paged_back_ends(dtype: torch.dtype) -> dict[str, Paged]:
 def rows_back_ends(dtype: torch.dtype) -> dict[str, Rows]:
     """Those that are installed and take this dtype; torch's own, row by row, is always there, and first."""
     found: dict[str, Rows] = {"torch": EachRow}
+    turn: Turn = turn_rows_
     if has_kernels(dtype):
-        found |= import_module("engine.flow_kernels").rows_launches(dtype)
+        kernels = import_module("engine.flow_kernels")
+        found |= kernels.rows_launches(dtype)
+        turn = kernels.turn_rows_
     if dtype in (torch.bfloat16, torch.float16):
         for name, (module, function) in VARLEN.items():
             if is_installed(module):
-                found[name] = _varlen(getattr(import_module(module), function))
+                found[name] = partial(VarlenRows, kernel=getattr(import_module(module), function), turn=turn)
     return found
-
-
-def _varlen(kernel: Varlen) -> Rows:
-    return lambda whole, angles: VarlenRows(whole, angles, kernel)
 
 
 @cache
@@ -413,8 +436,7 @@ class RowsChoice:
 
     by_frames: Mapping[int, Rows]
 
-    def of(self, whole: Whole) -> Rows:
-        frames = sum(whole.lengths)
+    def of(self, frames: int) -> Rows:
         return self.by_frames[min(self.by_frames, key=lambda measured: abs(math.log(measured / frames)))]
 
     @classmethod
@@ -422,7 +444,7 @@ class RowsChoice:
         """like [H, E], of the device and dtype in question."""
         chosen, back_ends = {}, rows_back_ends(like.dtype)
         for rows, frames in ROWS_MEASURED:
-            whole = Whole.of([frames] * rows, 0, like.device)
+            whole = Whole.of([frames] * rows, like.device)
             qkv = torch.randn(1, 2, rows * frames, 3, *like.shape, device=like.device).to(like.dtype)
             attempts = {name: partial(back_end(whole, angles), 0) for name, back_end in back_ends.items()}
             name = fastest(attempts, qkv, f"of {rows} whole rows of {frames} frames", clock)

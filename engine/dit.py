@@ -320,9 +320,10 @@ class Packed:
     def conv_mish_rows(self, h: Tensor, whole: Whole, index: int) -> Tensor:
         """The same over whole rows laid end to end, each behind zeros of its own: h [2, F, D] -> [2, F, D]."""
         context = self.convs[index].kernel_size[0] - 1
-        gapped = h.new_zeros(2, h.shape[1] + context * len(whole.lengths), h.shape[2])
-        gapped[:, whole.places] = h
-        return Packed.conv_mish(self, gapped, index)[:, whole.places - context]
+        gapped = h.new_zeros(2, h.shape[1] + context * whole.most_rows, h.shape[2])
+        places = torch.arange(h.shape[1], device=h.device) + context * whole.rows
+        gapped[:, places + context] = h
+        return Packed.conv_mish(self, gapped, index)[:, places]
 
     def normed(self, h: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
         """h [U, 2, w, D]; shift, scale [U, D]."""

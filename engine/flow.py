@@ -45,13 +45,13 @@ from engine.attention import (
 from engine.cache import PagePool
 from engine.dit import FRAMES_PER_TOKEN, Estimator, FlowShape, Modulations, Packed, PreLookahead, moved
 from engine.flow_graphs import UNIT_TIERS, FlowGraphs
+from engine.flow_whole import NO_TOKEN, WHOLE_TIERS, WholeGraphs, WholeSlots, eager_solve
 from engine.graphs import Graphs
 from engine.noise import MAX_FRAMES, flow_noise
 
 __all__ = ["FRAMES_PER_TOKEN", "Flow", "FlowError", "FlowPrefix", "FlowRow", "FlowShape", "FlowStore", "FlowVoice"]
 
-NO_TOKEN = -1
-WHOLE_FRAMES = 32_768  # of whole rows solved in one call: 2 GB of activations in bfloat16, and its products are large
+WHOLE_FRAMES = WHOLE_TIERS[0]  # solved in one call: 2 GB of activations in bfloat16, and its products are large
 
 
 class FlowError(Exception):
@@ -221,6 +221,7 @@ class Flow(nn.Module):
         self._paged: Paged | None = None
         self._rows: RowsChoice | None = None
         self._graphs: FlowGraphs | None = None
+        self._whole: WholeGraphs | None = None
         self.register_load_state_dict_post_hook(lambda module, _: module.forget_tables())
 
     @property
@@ -229,7 +230,7 @@ class Flow(nn.Module):
 
     def forget_tables(self) -> None:
         """Drops what is derived from the weights, graphs too; call it after changing weights in place."""
-        self._tables = self._graphs = None
+        self._tables = self._graphs = self._whole = None
 
     def train(self, mode: bool = True) -> Flow:
         self.forget_tables()
@@ -353,6 +354,7 @@ class Flow(nn.Module):
         if graphs.is_capturing and self._paged is not None:
             most_units = next((tier for tier in reversed(UNIT_TIERS) if tier >= max(32, store.lanes.num_pages)), None)
             self._graphs = FlowGraphs(self, store, graphs, most_units=most_units or UNIT_TIERS[0])
+            self._whole = WholeGraphs(self, graphs)
 
     def step_ms(self, num_units: int) -> float | None:
         """Cost of one Euler step of so many units as measured at the start, if it was."""
@@ -621,10 +623,12 @@ class Flow(nn.Module):
     def offline_all(self, requests: Sequence[tuple[FlowVoice, Sequence[int]]]) -> list[Tensor]:
         """Several whole rows in one packed call per Euler step, each frame looking at all of its own row.
 
-        requests: voice and generated tokens of each -> mel [M, 2(P + N) - Tp] of each. Raises TooManyFrames.
+        requests: voice and generated tokens of each -> mel [M, 2(P + N) - Tp] of each. Raises TooManyFrames. On CUDA
+        this enqueues on the current stream and waits for nothing.
         """
         voices = [voice for voice, _ in requests]
-        ids = [[max(0, code) for code in (*voice.tokens.tolist(), *tokens)] for voice, tokens in requests]
+        given = [(voice.tokens.numpy(), np.array(tokens, dtype=np.int64)) for voice, tokens in requests]
+        ids = [np.maximum(np.concatenate(parts), 0) for parts in given]
         return [mel[len(voice.mel) :].T for mel, voice in zip(self._solve_whole(voices, ids), voices, strict=True)]
 
     @torch.inference_mode()
@@ -635,52 +639,69 @@ class Flow(nn.Module):
         not quite fit those before: a causal last hop is the default because played frames can't be solved again.
         """
         assert all(row.is_ended and _staged(row).start == row.frames for row in rows), "only a last hop ends a row"
-        mels = self._solve_whole([row.voice for row in rows], [row.ids for row in rows])
+        mels = self._solve_whole([row.voice for row in rows], [np.array(row.ids) for row in rows])
         given = [max(row.frames, row.prompt_frames) for row in rows]
         for row, mel in zip(rows, mels, strict=True):
             row.staged, row.frames = None, len(mel)
             row.frames_solved += len(mel)
         return [mel[start:].T for mel, start in zip(mels, given, strict=True)]
 
-    def _solve_whole(self, voices: list[FlowVoice], ids: list[list[int]]) -> list[Tensor]:
+    def _solve_whole(self, voices: list[FlowVoice], ids: list[Columns]) -> list[Tensor]:
         """Mel [T, M] of each row, its prompt's frames included; as many rows at a time as memory is meant for."""
         lengths = [FRAMES_PER_TOKEN * len(row) for row in ids]
         check_frames(max(lengths))
+        most, most_rows = WHOLE_FRAMES, len(lengths)
+        if self._whole is not None:
+            most, most_rows = min(most, self._whole.most_frames), self._whole.most_rows
         mels: list[Tensor] = []
-        for group in groups_of(lengths, WHOLE_FRAMES):
+        for group in groups_of(lengths, most, most_rows):
             mels += self._solve_group(voices[group], ids[group], lengths[group])
         return mels
 
-    def _solve_group(self, voices: list[FlowVoice], ids: list[list[int]], lengths: list[int]) -> list[Tensor]:
-        whole = Whole.of(lengths, self.shape.context, self.device)
-        attend = self._rows_attention(whole)
-        tables, net = self.tables(), self.tables().net
-        x = tables.noise[whole.positions][None]  # [1, F, M]
-        base = self._whole_base(voices, ids, lengths)[None]
-        for step in tables.steps.split(1):
-            entered = h = net.entered(x, base, tables.steps[:1])  # [1, 2, F, D]
-            for index in range(2):
-                h = net.conv_mish_rows(h[0], whole, index)[None]
-            x = moved(x, net.velocity(h + entered, step, attend), tables.spans[step], 1 + self.shape.cfg)
-        return list(x[0].split(lengths))
+    def _solve_group(self, voices: list[FlowVoice], ids: list[Columns], lengths: list[int]) -> list[Tensor]:
+        captured = None if self._whole is None else self._whole.of(lengths)
+        slots, lay, step = captured or eager_solve(self, lengths)
+        given = [min(length, len(voice.mel)) for voice, length in zip(voices, lengths, strict=True)]
+        slots.send(ids, given, self.shape.lookahead)
+        starts = np.cumsum([0, *lengths[:-1]]).tolist()
+        places = zip(voices, starts, given, strict=True)
+        mels = [(slots.cond[at : at + count], voice.mel[:count]) for voice, at, count in places if count]
+        copy_all(mels + [(slots.embeddings[row], voice.embedding) for row, voice in enumerate(voices)])
+        lay()
+        for _ in range(self.shape.steps):
+            step()
+        return list(slots.x[: sum(lengths)].clone().split(lengths))
 
-    def _rows_attention(self, whole: Whole) -> AttendLayer:
-        back_end = EachRow if self._rows is None else self._rows.of(whole)
+    def rows_attention(self, whole: Whole) -> AttendLayer:
+        back_end = EachRow if self._rows is None else self._rows.of(len(whole.positions))
         return back_end(whole, self.tables().angles)
 
-    def _whole_base(self, voices: list[FlowVoice], ids: list[list[int]], lengths: list[int]) -> Tensor:
-        """What no step changes, of rows laid end to end: [F, D]."""
-        behind, ahead = [NO_TOKEN] * PreLookahead.BEHIND, [NO_TOKEN] * self.shape.lookahead
-        flat = np.concatenate([np.array(behind + row + ahead) for row in ids])
-        at = np.flatnonzero(flat >= 0) - PreLookahead.BEHIND
-        hidden = self._looked_ahead(to_device(flat, self.device)[None])[0, to_device(at, self.device)]
-        mu = hidden.repeat_interleave(FRAMES_PER_TOKEN, dim=0)  # [F, M]
-        cond = torch.zeros_like(mu)
-        given = [(part, voice.mel[: len(part)]) for part, voice in zip(cond.split(lengths), voices, strict=True)]
-        copy_all([(part[: len(mel)], mel) for part, mel in given if len(mel)])
-        speakers = self.speaker(torch.stack([voice.embedding for voice in voices]))
-        spread = [speaker.expand(length, -1) for speaker, length in zip(speakers, lengths, strict=True)]
-        return self._base(cond, mu, torch.cat(spread))
+    def lay_whole(self, slots: WholeSlots) -> None:
+        """The body of laying whole rows: reads table, prompts' mels and speakers, writes all else of the slots."""
+        table, whole = slots.table, slots.whole
+        frames = torch.arange(FRAMES_PER_TOKEN, device=self.device)
+        whole.rows.copy_(table.rows.repeat_interleave(FRAMES_PER_TOKEN))
+        whole.positions.copy_((FRAMES_PER_TOKEN * table.positions[:, None] + frames).flatten())
+        whole.ends.copy_(table.ends)
+        at = torch.arange(len(table.rows), device=self.device)
+        at = at + (PreLookahead.BEHIND + self.shape.lookahead) * table.rows
+        hidden = self._looked_ahead(table.ids[None])[0, at]  # [N, M]
+        is_given = whole.positions < table.given[whole.rows]
+        cond = torch.where(is_given[:, None], slots.cond, 0).to(hidden.dtype)
+        speakers = self.speaker(slots.embeddings)[whole.rows]
+        slots.base.copy_(self._base(cond, hidden.repeat_interleave(FRAMES_PER_TOKEN, dim=0), speakers))
+        slots.x.copy_(self.tables().noise[whole.positions])
+        slots.step.zero_()
+
+    def step_whole(self, slots: WholeSlots, attend: AttendLayer) -> None:
+        """The body of an Euler step of whole rows: moves x, counts the step."""
+        tables, net, x = self.tables(), self.tables().net, slots.x[None]
+        entered = h = net.entered(x, slots.base[None], tables.steps[:1])  # [1, 2, F, D]
+        for index in range(2):
+            h = net.conv_mish_rows(h[0], slots.whole, index)[None]
+        velocity = net.velocity(h + entered, slots.step, attend)
+        slots.x.copy_(moved(x, velocity, tables.spans[slots.step], 1 + self.shape.cfg)[0])
+        slots.step.add_(1)
 
     def tables(self) -> Tables:
         if self._tables is None:
@@ -706,11 +727,11 @@ def check_frames(frames: int) -> None:
         raise TooManyFrames(f"{frames} frames with the prompt, the fixed noise covers {MAX_FRAMES}")
 
 
-def groups_of(sizes: Sequence[int], most: int) -> Iterator[slice]:
-    """Neighbours that are together no larger than this, if they aren't alone."""
+def groups_of(sizes: Sequence[int], most: int, most_rows: int) -> Iterator[slice]:
+    """Neighbours that are together no larger than this and no more, if they aren't alone."""
     start, total = 0, 0
     for place, size in enumerate(sizes):
-        if place > start and total + size > most:
+        if place > start and (total + size > most or place - start == most_rows):
             yield slice(start, place)
             start, total = place, 0
         total += size

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from engine.attention import Angles, Paged, Rows, Units, Whole
+from engine.attention import TILE, Angles, Paged, Rows, Units, Whole
 from engine.dit import NORM_EPS, Block, Estimator, Modulations, Packed
 
 LOG2_E = 1.4426950408889634
@@ -356,8 +356,8 @@ def turned_rows(at, stride, rows, real, cos, sin, positions, E: tl.constexpr):
 @triton.jit
 def absorb(q, k, v, seen, scale, most, total, acc):
     """One block of keys into the running softmax. scale turns scores into powers of two."""
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    scores = tl.where(seen[None, :], scores, float("-inf"))
+    hidden = tl.where(seen, 0.0, float("-inf"))
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale + hidden[None, :]
     now = tl.maximum(most, tl.max(scores, axis=1))
     weights = tl.exp2(scores - now[:, None])
     kept = tl.exp2(most - now)
@@ -381,10 +381,10 @@ class Launch(NamedTuple):
 
 
 # By whether the numbers are float32; the first one is taken where nothing is measured.
-PAGED_LAUNCHES = {True: [Launch(8, 1)], False: [Launch(4, 3), Launch(4, 2), Launch(4, 4), Launch(2, 3)]}
+PAGED_LAUNCHES = {True: [Launch(8, 1)], False: [Launch(4, 3), Launch(4, 2), Launch(2, 3), Launch(2, 2), Launch(2, 4)]}
 ROWS_LAUNCHES = {
     True: [Launch(4, 1, 32, 32)],
-    False: [Launch(8, 3, 128, 64), Launch(8, 2, 128, 128), Launch(4, 3, 64, 64)],
+    False: [Launch(4, 3, 128, 64), Launch(8, 3, 128, 128), Launch(4, 3, 64, 64)],
 }
 
 
@@ -506,25 +506,56 @@ def paged_kernel(
     tl.store(to, (acc / total[:, None]).to(out.dtype.element_ty), mask=real[:, None])
 
 
+def turn_rows_(qkv: Tensor, positions: Tensor, angles: Angles) -> None:
+    """Turns head 0 of q and k where they lie: qkv [1, 2, F, 3, H, E], positions [F]."""
+    frames, heads, width = qkv.shape[2], qkv.shape[-2], qkv.shape[-1]
+    turn_kernel[(triton.cdiv(frames, 32), 2)](
+        qkv, positions, angles.cos, angles.sin, frames, H=heads, E=width, ROWS=32, num_warps=4
+    )
+
+
+@triton.jit(do_not_specialize=["frames"])
+def turn_kernel(qkv, positions, cos, sin, frames, H: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr):
+    """A pair is read and written by the same thread, so nobody reads a half that has been turned already."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    real = (rows < frames)[:, None]
+    pair = tl.arange(0, E // 2)[None, :]
+    at = tl.load(positions + rows, mask=rows < frames, other=0)[:, None] * (E // 2) + pair
+    c, s = tl.load(cos + at, mask=real, other=0.0), tl.load(sin + at, mask=real, other=0.0)
+    here = qkv + (tl.program_id(1) * frames + rows).to(tl.int64)[:, None] * (3 * H * E) + 2 * pair
+    for _ in tl.static_range(2):
+        a, b = (
+            tl.load(here, mask=real, other=0.0).to(tl.float32),
+            tl.load(here + 1, mask=real, other=0.0).to(tl.float32),
+        )
+        tl.store(here, (a * c - b * s).to(qkv.dtype.element_ty), mask=real)
+        tl.store(here + 1, (b * c + a * s).to(qkv.dtype.element_ty), mask=real)
+        here += H * E
+
+
 class FusedRows:
-    """Whole rows laid end to end, each frame to all of its own row."""
+    """Whole rows laid end to end, each frame to all of its own row. Its launches depend on tables alone, and tiles
+    without frames end at once, so a captured one takes any rows."""
 
     def __init__(self, whole: Whole, angles: Angles, launch: Launch | None = None) -> None:
         self.whole, self.angles, self.launch = whole, angles, launch
 
     def __call__(self, layer: int, qkv: Tensor) -> Tensor:
-        heads, width = qkv.shape[-2:]
+        frames, heads, width = qkv.shape[2], qkv.shape[-2], qkv.shape[-1]
+        turn_rows_(qkv, self.whole.positions, self.angles)
         out = qkv.new_empty(*qkv.shape[:-3], heads * width)
         launch = self.launch or ROWS_LAUNCHES[qkv.dtype == torch.float32][0]
-        rows_kernel[(triton.cdiv(self.whole.longest, launch.queries), heads, 2 * len(self.whole.lengths))](
+        num_tiles = self.whole.tiles.shape[1]
+        rows_kernel[(num_tiles * (TILE // launch.queries), heads, 2)](
             qkv,
             out,
-            self.whole.ends,
-            self.angles.cos,
-            self.angles.sin,
+            self.whole.tiles,
+            num_tiles,
+            frames,
             LOG2_E / math.sqrt(width),
             H=heads,
             E=width,
+            PARTS=TILE // launch.queries,
             QUERIES=launch.queries,
             KEYS=launch.keys,
             num_warps=launch.warps,
@@ -533,39 +564,51 @@ class FusedRows:
         return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles", "frames"])
 def rows_kernel(
     qkv,
     out,
-    ends,
-    cos,
-    sin,
+    tiles,
+    num_tiles,
+    frames,
     scale,
     H: tl.constexpr,
     E: tl.constexpr,
+    PARTS: tl.constexpr,  # of a tile, a program each
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    head = tl.program_id(1)
-    first = tl.load(ends + tl.program_id(2)).to(tl.int64)
-    length = tl.load(ends + tl.program_id(2) + 1).to(tl.int64) - first
-    asking = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
-    if tl.program_id(0) * QUERIES >= length:
+    tile, head, branch = tl.program_id(0) // PARTS, tl.program_id(1), tl.program_id(2)
+    length = tl.load(tiles + num_tiles + tile).to(tl.int32)
+    start = tl.load(tiles + 2 * num_tiles + tile).to(tl.int32) + tl.program_id(0) % PARTS * QUERIES
+    if start >= length:
         return
-    at = qkv + first * 3 * H * E + head * E
+    first = tl.load(tiles + tile) + branch.to(tl.int64) * frames
+    asking = start + tl.arange(0, QUERIES)
+    at = qkv + first * (3 * H * E) + head * E
     q = head_rows(at, 3 * H * E, asking, asking < length, E)
-    if head == 0:
-        q = turned_rows(at, 3 * H * E, asking, asking < length, cos, sin, asking, E)
     most = tl.full((QUERIES,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((QUERIES,), dtype=tl.float32)
     acc = tl.zeros((QUERIES, E), dtype=tl.float32)
-    for start in range(0, length, KEYS):
-        asked = start + tl.arange(0, KEYS)
-        k = head_rows(at + H * E, 3 * H * E, asked, asked < length, E)
-        if head == 0:
-            k = turned_rows(at + H * E, 3 * H * E, asked, asked < length, cos, sin, asked, E)
-        v = head_rows(at + 2 * H * E, 3 * H * E, asked, asked < length, E)
-        most, total, acc = absorb(q, k, v, asked < length, scale, most, total, acc)
-    e = tl.arange(0, E)
-    to = out + (first + asking)[:, None] * (H * E) + head * E + e[None, :]
+    e = tl.arange(0, E)[None, :]
+    asked = tl.arange(0, KEYS)
+    keys = at + H * E + asked[:, None] * (3 * H * E) + e
+    # Whole blocks of keys without a mask, so that loads run ahead of products; then what is left.
+    whole = length // KEYS * KEYS
+    for _ in range(0, whole, KEYS):
+        scores = tl.dot(q, tl.trans(tl.load(keys)), input_precision="ieee")
+        now = tl.maximum(most, tl.max(scores, axis=1) * scale)
+        weights = tl.exp2(scores * scale - now[:, None])
+        kept = tl.exp2(most - now)
+        total = total * kept + tl.sum(weights, axis=1)
+        v = tl.load(keys + H * E)
+        acc = tl.dot(weights.to(v.dtype), v, acc * kept[:, None], input_precision="ieee")
+        most = now
+        keys += KEYS * 3 * H * E
+    if whole < length:
+        seen = whole + asked < length
+        k = tl.load(keys, mask=seen[:, None], other=0.0)
+        v = tl.load(keys + H * E, mask=seen[:, None], other=0.0)
+        most, total, acc = absorb(q, k, v, seen, scale, most, total, acc)
+    to = out + (first + asking)[:, None] * (H * E) + head * E + e
     tl.store(to, (acc / total[:, None]).to(out.dtype.element_ty), mask=(asking < length)[:, None])

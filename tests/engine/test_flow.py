@@ -14,6 +14,7 @@ import engine.attention as attention
 from engine.cache import OutOfPages
 from engine.flow import Flow, FlowPrefix, FlowRow, FlowShape, FlowStore, FlowVoice, TooManyFrames, groups_of
 from engine.flow_graphs import FlowGraphs, cheapest
+from engine.flow_whole import WholeGraphs
 from engine.graphs import Graphs
 from engine.noise import flow_noise
 from engine.scheduler import EULER_STEPS, HOP_TOKENS, LOOKAHEAD_TOKENS, Lengths
@@ -342,8 +343,22 @@ def test_whole_rows_laid_end_to_end_equal_each_alone(
         assert error(mel, offline(small, voice, tokens, streaming=False)) < EXACT
 
 
+@pytest.mark.parametrize("most_rows", [2, 3, 9])
+def test_whole_rows_by_tier_equal_each_alone(small: Flow, most_rows: int) -> None:
+    """On the CPU the bodies run as they are, filled up with rows of nobody; one row is longer than the largest tier."""
+    small._whole = WholeGraphs(small, Graphs("cpu"), tiers=(300, 250, 40), most_rows=most_rows, short=100)
+    sizes = [(37, 60), (0, 5), (80, 1), (9, 200), (3, 8), (11, 50)]
+    requests = [(make_voice(prompt, prompt), make_tokens(tokens, tokens)) for prompt, tokens in sizes]
+    for _ in range(2):  # what is left of one group harms none behind it
+        mels = small.offline_all([(voice, tokens.tolist()) for voice, tokens in requests])
+        for mel, (voice, tokens) in zip(mels, requests, strict=True):
+            assert error(mel, offline(small, voice, tokens, streaming=False)) < EXACT
+    small.forget_tables()
+
+
 def test_whole_rows_are_grouped_by_what_memory_is_meant_for() -> None:
-    assert list(groups_of([5, 3, 9, 1, 1], 8)) == [slice(0, 2), slice(2, 3), slice(3, 5)]
+    assert list(groups_of([5, 3, 9, 1, 1], 8, 9)) == [slice(0, 2), slice(2, 3), slice(3, 5)]
+    assert list(groups_of([1, 1, 1, 9, 1], 12, 2)) == [slice(0, 2), slice(2, 4), slice(4, 5)]
 
 
 def test_a_last_hop_may_look_both_ways_as_the_reference_does(small: Flow) -> None:

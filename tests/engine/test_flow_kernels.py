@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -125,7 +124,7 @@ def test_position_convolution(place: Place, nets: tuple[Packed, Packed], batch: 
 
 @torch.inference_mode()
 def test_position_convolution_of_whole_rows(place: Place, nets: tuple[Packed, Packed]) -> None:
-    whole = Whole.of([7, 40, 1], 30, torch.device(place[0]))
+    whole = Whole.of([7, 40, 1], torch.device(place[0]))
     h = draw(place, 2, 48, place[1].dim)
     for index in range(2):
         assert_near(nets[1].conv_mish_rows(h, whole, index), nets[0].conv_mish_rows(h, whole, index), place)
@@ -167,10 +166,8 @@ def test_paged_attention(place: Place) -> None:
 def test_rows_attention(place: Place) -> None:
     device, shape, dtype = place
     lengths = [70, 1, 33] if device == "cpu" else [494, 70, 1, 640]
-    positions = torch.from_numpy(np.concatenate([np.arange(length) for length in lengths])).to(device)
-    ends = torch.tensor(np.cumsum([0, *lengths, *lengths]), dtype=torch.int32, device=device)
-    whole, angles = Whole(lengths, positions, positions, ends), angles_of(place)
-    qkv = draw(place, 1, 2, len(positions), 3, shape.heads, shape.head_dim)
+    whole, angles = Whole.of(lengths, torch.device(device)), angles_of(place)
+    qkv = draw(place, 1, 2, sum(lengths), 3, shape.heads, shape.head_dim)
     want = EachRow(whole, angles)(0, qkv.clone())
     for back_end in rows_launches(dtype).values():
         assert_near(back_end(whole, angles)(0, qkv.clone()), want, place)
