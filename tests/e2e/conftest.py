@@ -128,6 +128,14 @@ def end(process: subprocess.Popen[str], number: int = signal.SIGTERM) -> int:
         pytest.fail("rill serve did not end")
 
 
+def check_end(rill: Rill, number: int) -> None:
+    """The signal ends both children too, in order; nothing was printed after the address."""
+    children = [Path("/proc") / str(rill.child(module)) for module in ("engine", "gateway")]
+    assert end(rill.process, number) == 0
+    wait_until(lambda: not any(child.exists() for child in children), 5)
+    assert rill.lines.get(timeout=5) is None
+
+
 def wait_until(condition: Any, patience_s: float = 30.0) -> None:
     deadline = time.monotonic() + patience_s
     while not condition():
@@ -155,4 +163,4 @@ def config(device: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def rill(config: Path) -> Iterator[Rill]:
     running = start(config)
     yield running
-    assert end(running.process) == 0
+    check_end(running, signal.SIGTERM)
