@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -42,7 +43,7 @@ from engine.scheduler import (
     TalkerRow,
     TextTooLong,
 )
-from engine.streams import Stream
+from engine.streams import Flight, Stream
 from engine.talker import Limits, SilentRunFilter, Talker, TalkerStore
 from engine.talker_lanes import TalkerLanes, Ticket
 from engine.voices import Voice
@@ -303,6 +304,15 @@ class Runner:
             is_idle=talking.is_idle and sounding.is_idle and not self.prefixes.is_solving,
         )
 
+    @property
+    def next_due_s(self) -> float:
+        """When something in flight will probably have landed, by time.monotonic; never, if nothing is in flight."""
+        return min(self._talking.next_due_s, self._sounding.next_due_s)
+
+    def _launched(self, stage: str, rows: int) -> AbstractContextManager[Flight[Landed]]:
+        stream = self._talking if MODEL_OF[stage] == TALKER else self._sounding
+        return stream.launch(stage, rows, self.costs.of(stage, rows) or 0.0)
+
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Launched:
         """Enqueues every row of the plan. Raises EngineFault if the device can't be trusted any more."""
@@ -362,10 +372,10 @@ class Runner:
                 if upto == segment.utterance.prefill_rows:
                     ending.append(Spoken(row, segment))
         if chunks:
-            with self._talking.launch(PREFILL, sum(count for _, _, count in chunks)) as flight:
+            with self._launched(PREFILL, sum(count for _, _, count in chunks)) as flight:
                 flight.land = partial(self._land_ids, ending, self.talkers.prefill(chunks))
         if steps:
-            with self._talking.launch(TALKER, len(steps)) as flight:
+            with self._launched(TALKER, len(steps)) as flight:
                 ticket = self.talkers.decode([row.lane.index for row, _ in steps])
                 flight.land = partial(self._land_ids, steps, ticket)
 
@@ -453,7 +463,7 @@ class Runner:
 
     def _step(self, rows: Sequence[FlowRow]) -> None:
         if rows:
-            with self._sounding.launch(FLOW, sum(num_units(row) for row in rows)):
+            with self._launched(FLOW, sum(num_units(row) for row in rows)):
                 self.models.flow.step(rows, self.models.flow_store)
 
     def _flow_ready(self, row: FlowStep, segment: Segment, done: Launched) -> FlowRow | None:
@@ -549,7 +559,7 @@ class Runner:
         ready = [(row, segment) for row in rows if self._flow_ready(row, segment := self._segment(row), done)]
         flows = [segment.flow for _, segment in ready if segment.flow is not None]
         if ready:
-            with self._sounding.launch(WHOLE, len(ready)):
+            with self._launched(WHOLE, len(ready)):
                 mels = self.models.flow.finish_whole(flows)
                 self._keep_whole(ready, mels, done)
 
@@ -563,7 +573,7 @@ class Runner:
         """Full responses: attention in both directions over all tokens."""
         segments = [self._segment(row) for row in rows]
         requests = [(self.prefixes.whole(one.utterance.voice), one.tokens) for one in segments]
-        with self._sounding.launch(WHOLE, len(rows)):
+        with self._launched(WHOLE, len(rows)):
             mels = self.models.flow.offline_all(requests)
             self._keep_whole(list(zip(rows, segments, strict=True)), mels, done)
 
@@ -571,7 +581,7 @@ class Runner:
 
     def _sound(self, rows: Sequence[HiftRow], done: Launched) -> None:
         segments = [self._segment(row) for row in rows]
-        with self._sounding.launch(HIFT, len(rows)) as flight:
+        with self._launched(HIFT, len(rows)) as flight:
             states = [segment.hift or self.models.hift.begin() for segment in segments]
             mels = [segment.mel for segment in segments if segment.mel is not None]
             healths = [segment.health for segment in segments if segment.health is not None]

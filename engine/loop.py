@@ -34,6 +34,7 @@ from engine.messages import (
 )
 from engine.sampler import Sampling
 from engine.scheduler import (
+    INFINITY,
     Lane,
     LaneFault,
     Overloaded,
@@ -57,8 +58,8 @@ WARM_TEXT = "Here we go, for $4."
 WARM_CROWDS = (2, 4, 8, 16, 32, 64, 128, 256, 512)  # contexts at once
 WARM_PAGES = 4  # that the flow may need for each of them
 WARM_VOICES = 2  # the others' prompts are solved at their first use: many would take long, and fill the cache
-QUEUE_CHECK_S = 0.1
-POLL_S = 1e-4  # between two looks at what is in flight
+QUEUE_CHECK_S = 0.1  # while contexts wait, or the gateways don't know yet that some have ended
+POLL_S = 1e-4  # between two looks at what should have landed
 REPLAN_S = 5e-3  # while nothing happens: listeners' leads shrink, and talkers that rest may go on
 
 
@@ -290,8 +291,9 @@ class Engine:
         for item in items:
             self._take(item)
         landed = self.runner.collect()
-        self._report_landed(landed)
-        self._hand_out()  # before the next launch: on the CPU that is where the time goes
+        if landed.num_flights:
+            self._report_landed(landed)
+            self._hand_out()  # before the next launch: on the CPU that is where the time goes
         if items or landed.num_flights or self._has_launched or started >= self._plan_by_s:
             self._launch(started)
         self._gauge(started)
@@ -303,7 +305,8 @@ class Engine:
         self._free()  # of whoever has just ended, before the next tenant of the lane runs
         self._report_launched(self.runner.launch(plan))
         self._has_launched = not plan.is_empty
-        self._plan_by_s = now + REPLAN_S
+        gathers_until_s = self.scheduler.gathers_until_s
+        self._plan_by_s = min(now + REPLAN_S, gathers_until_s if gathers_until_s > now else INFINITY)
         if self._has_launched:
             self.num_steps += 1
             self._step_s += 0.1 * (self.clock() - now - self._step_s)
@@ -365,12 +368,15 @@ class Engine:
         self.inbox.put(*(Said(WARM_LINK, message) for message in messages))
 
     def _patience_s(self) -> float:
-        """How long to wait for a message: not at all while there is work, hardly while some is in flight."""
+        """How long to wait for a message: not at all while there is work; else until something lands, or may go on."""
         if self._has_launched:
             return 0.0
-        if not self.runner.room.is_idle:
-            return POLL_S
-        return QUEUE_CHECK_S if self.scheduler.num_waiting else self.gauges_s
+        now, room = time.monotonic(), self.runner.room
+        if room.is_idle:
+            longest = QUEUE_CHECK_S if self.scheduler.num_waiting or self._has_news else self.gauges_s
+            gathers_s = self.scheduler.gathers_until_s - self.clock()
+            return min(longest, gathers_s) if gathers_s > 0 else longest
+        return min(max(POLL_S, self.runner.next_due_s - now), REPLAN_S)
 
     def _take(self, item: Item) -> None:
         match item:
@@ -486,15 +492,22 @@ class Engine:
             queue_ms=1e3 * self.scheduler.queued_s.value,
         )
 
+    @property
+    def _has_news(self) -> bool:
+        """Has a context ended since the gateways heard the gauges?"""
+        return self.scheduler.num_ended != self._gauged_ends
+
     def _gauge(self, now: float) -> None:
-        """At a fixed pace, and after each context's end."""
-        if now - self._gauged_at < self.gauges_s and self.scheduler.num_ended == self._gauged_ends:
+        """At a fixed pace, and soon after each context's end."""
+        if now - self._gauged_at < (min(self.gauges_s, QUEUE_CHECK_S) if self._has_news else self.gauges_s):
             return
         if self._is_warm and now - self._admitted_at >= self.gauges_s:
             self._admitted_at = now
             self.scheduler.admit()
         self._gauged_at, self._gauged_ends = now, self.scheduler.num_ended
-        self.scheduler.outgoing += [(link, self.gauges()) for link in self._links]
+        if self._links:
+            gauges = self.gauges()
+            self.scheduler.outgoing += [(link, gauges) for link in self._links]
 
     def _deliver(self) -> None:
         outgoing, self.scheduler.outgoing = self.scheduler.outgoing, []

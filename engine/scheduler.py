@@ -286,6 +286,7 @@ class Limits:
     ageing_s: float = 5.0  # a lane far ahead of its listener is served again after this at the latest
     pressed_s: float = 0.5  # while somebody runs dry within this time,
     rest_s: float = 1.0  # rows and talkers that are further ahead of their listeners rest,
+    gather_s: float = 0.0  # of each listener: so long what nobody needs soon gathers for one launch of them all
     fill_rows: int = 8  # but a flow launch that has fewer rows is filled up: it takes hardly longer
 
 
@@ -312,6 +313,7 @@ class Scheduler:
         self._unsounded: set[_Context] = set()  # with a mel for the vocoder
         self._lease = [0] * limits.lanes
         self._free = list(range(limits.lanes - 1, -1, -1))
+        self.gathers_until_s = 0.0
         self._now = 0.0
         self._ended_s = 0.0
         self._between_ends_s = Mean()
@@ -498,7 +500,11 @@ class Scheduler:
             return Plan()
         self._order.sort(key=_DEADLINE)  # hardly anything has moved since the last time
         urgent = [context for context in self._order if context.runs]
-        plan = self._plan_one(urgent, room) if self.limits.is_serial else self._plan_all(urgent, room, now)
+        is_pressed = self._is_pressed(urgent, now)
+        if now < self.gathers_until_s and not is_pressed:
+            return Plan(hift=self._hift_rows())
+        plan = self._plan_one(urgent, room) if self.limits.is_serial else self._plan_all(urgent, room, now, is_pressed)
+        self.gathers_until_s = now + self.limits.gather_s * len(urgent)
         if plan.is_empty and room.is_idle and (stuck := [c for c in urgent if c.is_blocked]):
             # Nobody can run and somebody lacks pages: waiting would never end. The least urgent gives way.
             self._fail(stuck[-1], Overloaded("no cache pages are free"))
@@ -518,15 +524,17 @@ class Scheduler:
                 return Plan(talker=(talker,))
         return Plan()
 
-    def _plan_all(self, urgent: list[_Context], room: Room, now: float) -> Plan:
-        sounding = sorted(self._unsounded, key=_DEADLINE)
-        hift = tuple(row for context in sounding if (row := self._hift_row(context)) is not None)
-        rest_from_s = now + self.limits.rest_s if self._is_pressed(urgent, now) else INFINITY
+    def _plan_all(self, urgent: list[_Context], room: Room, now: float, is_pressed: bool) -> Plan:
+        rest_from_s = now + self.limits.rest_s if is_pressed else INFINITY
         return Plan(
             self._talker_rows(urgent, rest_from_s) if room.talker else (),
             self._flow_rows(urgent, now, rest_from_s) if room.flow else (),
-            hift,
+            self._hift_rows(),
         )
+
+    def _hift_rows(self) -> tuple[HiftRow, ...]:
+        sounding = sorted(self._unsounded, key=_DEADLINE)
+        return tuple(row for context in sounding if (row := self._hift_row(context)) is not None)
 
     def _is_pressed(self, urgent: list[_Context], now: float) -> bool:
         """Does somebody run dry soon whom the device can help?"""

@@ -53,6 +53,8 @@ FLUSH_S = 2.0
 
 TALKER_PAGES_PER_LANE = 48
 FLOW_PAGES_PER_LANE = 24
+GATHER_S = 20e-6  # of each listener: a turn for 256 of them has 5 ms, unless somebody runs dry
+SWITCH_S = 5e-4  # that the other threads may keep the interpreter from the device's
 SHARE_OF_RAM = 0.25
 SHARE_OF_GPU = 0.8
 
@@ -237,6 +239,7 @@ def limits(settings: EngineConfig) -> Limits:
         flow_rows_least=settings.flow_rows_least,
         share=settings.share,
         overlaps=settings.overlap,
+        gather_s=GATHER_S if settings.rows_per_launch > 1 else 0.0,
         clauses=settings.clauses,
     )
 
@@ -356,6 +359,7 @@ async def serve(
     The socket appears when the engine is warm, so a gateway that reaches it is served at once.
     """
     _claim(socket)
+    sys.setswitchinterval(SWITCH_S)
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
