@@ -36,7 +36,6 @@ slow: setup-test
 SOAK_S ?= 300
 soak: setup-test
 	PYTHONPATH=. $(BIN)/python tests/soak/soak.py --seconds $(SOAK_S)
-	PYTHONPATH=. $(BIN)/python tests/soak/soak.py --seconds $(SOAK_S) --engine embedded
 
 FUZZ_S ?= 3600
 fuzz: setup-test

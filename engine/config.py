@@ -83,7 +83,7 @@ class KeyConfig(_Table):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayConfig(_Table):
-    """The [gateway] table: where callers come in, and what each may take. Limits hold per gateway process."""
+    """The [gateway] table: where callers come in, and what each may take. Each gateway process counts for itself."""
 
     host: str = "127.0.0.1"
     port: int = 8020

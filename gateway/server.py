@@ -297,6 +297,7 @@ class GatewayServer:
             "contexts": self.num_contexts,
             "lanes": lanes,
             "lanes_used": gauges.lanes_used if gauges is not None else 0,
+            "places": _places(gauges) if gauges is not None else lanes,
         }
         return respond_json(HTTPStatus.SERVICE_UNAVAILABLE if why else HTTPStatus.OK, table)
 
@@ -340,8 +341,13 @@ class GatewayServer:
 
 
 def _is_full(gauges: Gauges) -> bool:
-    """Would a new context have to wait behind others? `places` is what can be played, where the engine has measured."""
-    return gauges.waiting > 0 and gauges.lanes_used >= min(gauges.lanes, gauges.places or gauges.lanes)
+    """Would a new context have to wait?"""
+    return gauges.lanes_used >= _places(gauges)
+
+
+def _places(gauges: Gauges) -> int:
+    """Lanes, or as many of them as can be played, where the engine has measured that."""
+    return min(gauges.lanes, gauges.places or gauges.lanes)
 
 
 def _set_socket_options(connection: ServerConnection, stall_ms: int) -> None:

@@ -15,9 +15,10 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
 from engine.config import GatewayConfig, KeyConfig
+from engine.messages import Gauges
 from gateway.admission import digest
 from gateway.errors import ConfigError
-from gateway.server import check_exposure
+from gateway.server import _is_full, check_exposure
 from tests.gateway.conftest import Stack, StackMaker
 from tests.gateway.raw_client import check_promises, raw_client, until
 from tests.scripted_engine import Script
@@ -88,12 +89,11 @@ async def test_readiness_says_that_the_engine_is_full_or_not_warm(make_stack: St
         return str(json.loads((await get(stack.address + "readyz"))[2])["why"])
 
     async with make_stack(Script(lanes=1)) as stack, raw_client(stack.address) as client:
-        for c in "ab":
-            await client.say("open", c=c)
-        await until(lambda: stack.server.link.gauges is not None and stack.server.link.gauges.waiting == 1)
+        await client.say("open", c="a")
+        await until(lambda: stack.server.link.gauges is not None and stack.server.link.gauges.lanes_used == 1)
         assert await why(stack) == "engine full"
         await client.say("cancel", c="a")
-        await until(lambda: stack.server.link.gauges is not None and stack.server.link.gauges.waiting == 0)
+        await until(lambda: stack.server.link.gauges is not None and stack.server.link.gauges.lanes_used == 0)
         assert await why(stack) == "ready"
     async with make_stack(Script(is_ready=False)) as stack:
         assert await why(stack) == "engine not warm"
@@ -196,6 +196,11 @@ async def test_an_idle_connection_is_closed_with_its_own_code(make_stack: StackM
         started = time.monotonic()
         assert await client.close_code() == 4408
         assert time.monotonic() - started >= 0.15
+
+
+@pytest.mark.parametrize(("used", "places", "full"), [(3, 0, False), (4, 0, True), (2, 3, False), (3, 3, True)])
+def test_full_is_when_the_places_that_can_be_played_are_taken(used: int, places: int, full: bool) -> None:
+    assert _is_full(Gauges(lanes_used=used, lanes=4, talker_pages=0, flow_pages=0, places=places)) is full
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.4", "rill.example"])

@@ -9,7 +9,8 @@ at once, flushed, or dropped with everything open. In the second half ten client
     a cancel is answered within 50 ms, at the 99th percentile
     those who never read don't change the others' gaps
 
-One line per check; the figures as JSON on the last line; exit code 1 if a check failed.
+First over the scripted engine, then a fifth of it over the embedded voice. One table at the end, a column per engine;
+the figures as JSON on the last line; exit code 1 if a check failed. The processes' logs go to a file.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -316,8 +317,59 @@ def profile(folder: Path, lanes: int) -> Path:
     return path
 
 
-async def soak(options: argparse.Namespace) -> int:
-    is_scripted = options.engine == "scripted"
+@dataclass
+class Result:
+    """One engine's soak: what its callers and its processes said."""
+
+    figures: Figures
+    table: dict[str, float]
+    before: dict[str, int]
+    after: dict[str, int]
+    is_scripted: bool
+
+    def checks(self) -> dict[str, tuple[str, bool]]:
+        """By name: what was seen, and whether that is right."""
+        figures = self.figures
+        ack_ms, alone, beset = (
+            quantile(figures.acks_ms, 0.99),
+            self.gap_ms("readers alone"),
+            self.gap_ms("with deaf ones"),
+        )
+        left = left_behind(self.table)
+        return {
+            "faults, of contexts": (f"{len(figures.faults)} of {figures.contexts}", not figures.faults),
+            "contexts with one end": (str(figures.ends.total()), figures.ends.total() == figures.contexts),
+            "left behind": (f"{left:.0f}", left == 0),
+            f"cancel ack p99, at most {ACK_MS:.0f} ms": (f"{ack_ms:.1f} ms", ack_ms <= ACK_MS),
+            "gap p99 alone, beside deaf ones": (
+                f"{alone:.0f}, {beset:.0f} ms",
+                not self.is_scripted or beset <= alone * 1.25 + 10,
+            ),
+            **{f"RSS of the {name}, MiB": self.memory(name) for name in self.before},
+        }
+
+    def gap_ms(self, phase: str) -> float:
+        return quantile(self.figures.gaps_ms.get(phase, []), 0.99)
+
+    def memory(self, name: str) -> tuple[str, bool]:
+        before, after = self.before[name], self.after[name]
+        return f"{before >> 20} -> {after >> 20}", after <= before * (1 + RSS_SLACK) + RSS_FLOOR
+
+    def numbers(self) -> dict[str, Any]:
+        return {
+            "connections": self.figures.connections,
+            "contexts": self.figures.contexts,
+            **self.figures.ends,
+            "cancel ack p50, ms": round(quantile(self.figures.acks_ms, 0.5), 2),
+            "cancel ack at the gateway p99, ms at most": bound_ms(self.table, "rill_cancel_ack_seconds", 0.99),
+            "engine abort p99, ms at most": bound_ms(self.table, "rill_engine_abort_seconds", 0.99),
+            "loop lag p99, ms at most": bound_ms(self.table, "rill_loop_lag_seconds", 0.99),
+            "sockets aborted unread": self.table.get("rill_stalled_writers_total", 0.0),
+        }
+
+
+async def soak(options: argparse.Namespace, engine: str) -> Result:
+    is_scripted = engine == "scripted"
     share = 1 if is_scripted else 5
     connections, sockets = options.connections // share, max(options.sockets // share, 1)
     seconds = options.seconds / share if options.seconds >= 60 else options.seconds
@@ -343,49 +395,45 @@ async def soak(options: argparse.Namespace) -> int:
             table = await settled(address)
             await asyncio.sleep(1.0)
             after = {name: rss(pid) for name, pid in pids.items()}
-    return report(figures, table, before, after, is_scripted=is_scripted)
+    return Result(figures, table, before, after, is_scripted)
 
 
-def report(
-    figures: Figures, table: dict[str, float], before: dict[str, int], after: dict[str, int], *, is_scripted: bool
-) -> int:
-    ack_ms = quantile(figures.acks_ms, 0.99)
-    gaps = {phase: quantile(values, 0.99) for phase, values in figures.gaps_ms.items()}
-    alone, beset = gaps.get("readers alone", 0.0), gaps.get("with deaf ones", 0.0)
-    grown = {name: after[name] / before[name] - 1 for name in before}
-    checks = {
-        f"no fault in {figures.contexts} contexts of {figures.connections} connections": not figures.faults,
-        "each context has one end": sum(figures.ends.values()) == figures.contexts,
-        "nothing is left behind": left_behind(table) == 0,
-        f"cancel ack p99 {ack_ms:.1f} ms <= {ACK_MS:.0f}": ack_ms <= ACK_MS,
-        f"gap p99 {alone:.1f} ms alone, {beset:.1f} ms with deaf ones": not is_scripted or beset <= alone * 1.25 + 10,
-    }
-    for name in before:
-        is_back = after[name] <= before[name] * (1 + RSS_SLACK) + RSS_FLOOR
-        checks[f"RSS of the {name} {before[name] >> 20} -> {after[name] >> 20} MiB ({grown[name]:+.0%})"] = is_back
-    for words, holds in checks.items():
-        print("ok  " if holds else "FAIL", words)
-    for fault, count in Counter(figures.faults).most_common(10):
-        print(f"     {count} x {fault}")
-    print(
-        json.dumps(
-            {
-                "engine": "scripted" if is_scripted else "embedded",
-                "connections": figures.connections,
-                "contexts": figures.contexts,
-                "ends": dict(figures.ends),
-                "cancel_ack_ms": {"p50": round(quantile(figures.acks_ms, 0.5), 2), "p99": round(ack_ms, 2)},
-                "cancel_ack_at_gateway_p99_ms_at_most": bound_ms(table, "rill_cancel_ack_seconds", 0.99),
-                "engine_abort_p99_ms_at_most": bound_ms(table, "rill_engine_abort_seconds", 0.99),
-                "loop_lag_p99_ms_at_most": bound_ms(table, "rill_loop_lag_seconds", 0.99),
-                "gap_p99_ms": {phase: round(value, 1) for phase, value in gaps.items()},
-                "stalled": table.get("rill_stalled_writers_total", 0.0),
-                "rss_mib": {name: [before[name] >> 20, after[name] >> 20] for name in before},
-                "faults": len(figures.faults),
-            }
-        )
-    )
-    return 0 if all(checks.values()) else 1
+def report(results: dict[str, Result]) -> int:
+    checks = {engine: result.checks() for engine, result in results.items()}
+    numbers = {engine: result.numbers() for engine, result in results.items()}
+    print("".join(f"{word:>24}" for word in ("", "", *results)))
+    for name in next(iter(checks.values())):
+        cells = (f"{'ok' if holds else 'FAIL'}  {seen}" for seen, holds in (one[name] for one in checks.values()))
+        print(f"{name:48}" + "".join(f"{cell:>24}" for cell in cells))
+    for name in dict.fromkeys(name for one in numbers.values() for name in one):
+        print(f"{name:48}" + "".join(f"{one.get(name, 0):>24}" for one in numbers.values()))
+    for engine, result in results.items():
+        for fault, count in Counter(result.figures.faults).most_common(10):
+            print(f"{engine}: {count} x {fault}")
+    table = {engine: {**numbers[engine], **{k: seen for k, (seen, _) in checks[engine].items()}} for engine in results}
+    print(json.dumps(table))
+    return 0 if all(holds for one in checks.values() for _, holds in one.values()) else 1
+
+
+async def run(options: argparse.Namespace) -> int:
+    engines = ("scripted", "embedded") if options.engine == "both" else (options.engine,)
+    with open_log() as log:
+        results = {engine: await soak(options, engine) for engine in engines}
+    print(f"the processes' log is {log}")
+    return report(results)
+
+
+@contextlib.contextmanager
+def open_log() -> Iterator[str]:
+    """Our standard error, which the processes inherit, is a file meanwhile: their lines would bury the table."""
+    ours = os.dup(2)
+    with tempfile.NamedTemporaryFile(prefix="rill-soak-", suffix=".log", delete=False) as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield file.name
+        finally:
+            os.dup2(ours, 2)
+            os.close(ours)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -394,10 +442,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--connections", type=int, default=2_000)
     parser.add_argument("--sockets", type=int, default=200, help="at a time")
     parser.add_argument(
-        "--engine", choices=("scripted", "embedded"), default="scripted", help="embedded: a fifth of all"
+        "--engine", choices=("scripted", "embedded", "both"), default="both", help="embedded: a fifth of all"
     )
     parser.add_argument("--seed", type=int, default=1)
-    return uvloop.run(soak(parser.parse_args(arguments)))
+    return uvloop.run(run(parser.parse_args(arguments)))
 
 
 if __name__ == "__main__":
