@@ -282,11 +282,10 @@ class Whole:
 
     @classmethod
     def of(cls, lengths: list[int], device: torch.device) -> Whole:
-        positions, rows = places_of(lengths)
         ends = np.cumsum([0, *lengths, *lengths])
-        tables = (to_device(columns, device) for columns in (positions, rows, ends, tiles_of(lengths)))
-        positions, rows, ends, tiles = tables
-        return cls(lengths, max(lengths), positions, rows, ends.int(), tiles)
+        columns = (*places_of(lengths), ends, tiles_of(lengths))
+        positions, rows, ends_there, tiles = (to_device(column, device) for column in columns)
+        return cls(lengths, max(lengths), positions, rows, ends_there.int(), tiles)
 
 
 def places_of(sizes: Sequence[int]) -> tuple[Columns, Columns]:

@@ -1,8 +1,9 @@
-"""Whole rows, looking both ways, laid end to end in slots of fixed address: where they lie, and their captured launches.
+"""Whole rows, looking both ways, laid end to end in slots of fixed address, and their captured launches.
 
-A group of rows brings one table of indices, their prompts' mels and speakers; one body lays it, and ten runs of another,
+A group of rows brings one table of indices, prompts' mels and speakers; one body lays it, and ten runs of another,
 which counts its own steps, solve it. Captured once per number of frames, so a group costs the host about a dozen
-launches. Letters as in flow.py; R rows that a table takes. What fills a table up are rows of nobody.
+launches.
+Letters as in flow.py; R rows that a table takes. What fills a table up are rows of nobody.
 """
 
 from __future__ import annotations
@@ -99,13 +100,18 @@ class WholeSlots:
     step: Tensor  # int64 [1], counted by the body that solves
 
     @classmethod
-    def empty(cls, flow: Flow, frames: int, rows: int, tiles: int, longest: int) -> WholeSlots:
+    def empty(
+        cls, flow: Flow, frames: int, rows: int, tiles: int, longest: int, lengths: Sequence[int] = ()
+    ) -> WholeSlots:
+        """See Whole for the last two."""
         shape, device, dtype, wide = flow.shape, flow.device, flow.dtype, flow.wide
         size = sum(Table.sizes(frames // FRAMES_PER_TOKEN, rows, tiles, shape.lookahead))
         slots = cls(
             torch.zeros(size, dtype=torch.int64, device=device),
             Table(*[torch.empty(0)] * len(Table._fields)),
-            Whole([], longest, *torch.zeros(2, frames, dtype=torch.int64, device=device), *[torch.empty(0)] * 2),
+            Whole(
+                [*lengths], longest, *torch.zeros(2, frames, dtype=torch.int64, device=device), *[torch.empty(0)] * 2
+            ),
             torch.empty(frames, shape.mel, dtype=wide, device=device),
             torch.empty(frames, shape.dim, dtype=dtype, device=device),
             torch.empty(frames, shape.mel, dtype=wide, device=device),
@@ -123,7 +129,7 @@ class WholeSlots:
         ends = torch.zeros(2 * rows + 1, dtype=torch.int32, device=flat.device)
         positions, which = self.whole.positions[:frames], self.whole.rows[:frames]
         assert isinstance(table.tiles, Tensor), "views of the flat table"
-        whole = Whole([], longest, positions, which, ends, table.tiles.view(3, tiles))
+        whole = Whole(self.whole.lengths, longest, positions, which, ends, table.tiles.view(3, tiles))
         return WholeSlots(
             flat, table, whole, self.x[:frames], self.base[:frames], self.cond[:frames], self.embeddings, self.step
         )
@@ -152,8 +158,7 @@ class Solve(NamedTuple):
 def eager_solve(flow: Flow, lengths: Sequence[int]) -> Solve:
     """Slots of just this size; nothing is captured."""
     tiles = tiles_of(lengths).shape[1]
-    slots = WholeSlots.empty(flow, sum(lengths), len(lengths), tiles, max(lengths))
-    slots.whole.lengths.extend(lengths)
+    slots = WholeSlots.empty(flow, sum(lengths), len(lengths), tiles, max(lengths), lengths)
     attend = flow.rows_attention(slots.whole)
     return Solve(slots, partial(flow.lay_whole, slots), partial(flow.step_whole, slots, attend))
 

@@ -108,8 +108,9 @@ def test_the_quickest_right_one_is_chosen(caplog: pytest.LogCaptureFixture) -> N
     assert "wrong is left out: off by" in caplog.text and "broken is left out: not on this chip" in caplog.text
 
 
-def test_rows_take_what_was_quickest_near_their_size(angles: Angles) -> None:
+def test_rows_take_what_was_quickest_near_their_size() -> None:
     choice = RowsChoice({500: EachRow, 32_000: VarlenRows})  # type: ignore[dict-item]
+    assert choice.of(600) is EachRow and choice.of(12_000) is VarlenRows
 
 
 def test_a_package_that_is_not_there_is_not_installed() -> None:

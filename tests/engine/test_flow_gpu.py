@@ -28,6 +28,7 @@ pytestmark = [
 SHAPE = FULL.flow
 BOUNDS = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
 PLAIN_MS = {1: 1.0, 8: 1.6, 64: 8.8, 256: 33.5}  # one step of plain torch.compile with torch's varlen attention
+EXPECTED_WHOLE_MS = {1: 25, 8: 110, 64: 640}  # ten steps of rows of 494 frames; likewise
 EXPECTED_MS = {1: 0.75, 8: 1.2, 64: 6.2, 128: 11.5, 256: 22.5}  # written down before the first run
 
 
@@ -167,10 +168,10 @@ def test_captured_rows_match_eager_float32_and_wait_for_nothing(
 
 
 def test_whole_rows_match_the_dense_reference(reference: Flow, warmed: tuple[Flow, FlowStore]) -> None:
+    """Captured, in groups of three tiers, one of them with a row beyond SHORT_FRAMES; nothing waits."""
     flow, _ = warmed
-    requests = [
-        (make_voice(prompt, prompt), make_ids(count, count)) for prompt, count in ((125, 122), (0, 7), (60, 240))
-    ]
+    sizes = [(125, 122), (0, 7), (60, 240), (40, 600), (125, 30), (10, 1)]
+    requests = [(make_voice(prompt, prompt), make_ids(count, count)) for prompt, count in sizes]
     with torch.inference_mode():
         want = [
             reference.offline(
@@ -179,7 +180,17 @@ def test_whole_rows_match_the_dense_reference(reference: Flow, warmed: tuple[Flo
             )[0]
             for voice, ids in requests
         ]  # fmt: skip
-    errors = [relative_rms(a, b) for a, b in zip(flow.offline_all(requests), want, strict=True)]
+    calls = (requests, requests[:3], requests[4:])
+    for call in calls:
+        flow.offline_all(call)  # what the allocators still lack
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        solved = [flow.offline_all(call) for call in calls]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    got, wanted = [mel for mels in solved for mel in mels], [*want, *want[:3], *want[4:]]
+    errors = [relative_rms(a, b) for a, b in zip(got, wanted, strict=True)]
     print(f"\nwhole rows {flow.dtype} against dense float32: {[f'{e:.1e}' for e in errors]}")
     assert max(errors) <= BOUNDS[flow.dtype]
 
@@ -266,7 +277,7 @@ def test_what_whole_rows_cost(warmed: tuple[Flow, FlowStore]) -> None:
     if flow.dtype != torch.bfloat16:
         pytest.skip("float32 is for parity")
     print()
-    for count in (1, 8, 64):
+    for count, expected in EXPECTED_WHOLE_MS.items():
         requests = [(make_voice(125, seed), make_ids(122, seed)) for seed in range(count)]
         flow.offline_all(requests)
         torch.cuda.synchronize()
@@ -278,8 +289,9 @@ def test_what_whole_rows_cost(warmed: tuple[Flow, FlowStore]) -> None:
         spent, host = ended - began, enqueued - began
         rate = count * SHAPE.steps * ops_of_a_unit(SHAPE, keys=494) * 494 / 50 / spent / 1e12
         print(
-            f"{count:3d} whole rows of 494 frames: {1e3 * spent:7.1f} ms, host {1e3 * host:.1f} ms, "
+            f"{count:3d} whole rows of 494 frames: {1e3 * spent:7.1f} ms, {expected} expected, host {1e3 * host:.1f} ms, "
             f"{count * 4.88 / spent:.0f} audio-s/s of the flow alone, {rate:.0f} TFLOP/s"
         )
     print(kernel_table(lambda: flow.offline_all(requests)))
-    assert ended - began < 1.0
+    assert host < 8e-3, f"{1e3 * host:.1f} ms of the host for {count} rows"
+    assert spent < 1.0
