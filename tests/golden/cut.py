@@ -27,7 +27,6 @@ KEPT: dict[str, tuple[str, ...]] = {
     "hift": ("T9", "T3", "stream126", "noise"),
     "talker": ("A", "B", "bistream_A", "bistream_B", "embed_rows"),
     "sampler": (
-        "peaky_top_p",
         "flat_top_k",
         "one_candidate_no_history",
         "repeat_at_window_edge_inside",
@@ -52,7 +51,7 @@ def first_rows(count: int) -> Callable[[Tensor], Tensor]:
 
 SHORTENED: dict[str, Callable[[Tensor], Tensor]] = {
     "p20_t46/streaming_x_before_step": first_rows(STEPS),
-    "p20_t46/nonstreaming_x_before_step": first_rows(STEPS),
+    "p20_t46/nonstreaming_x_before_step": first_rows(1),
     "noise/sine_noise": first_rows(480),
     "sine_noise_head": first_rows(480),
     "A/forced_tokens": first_rows(STEPS),
@@ -86,6 +85,7 @@ def cut_manifest(name: str, manifest: dict[str, Any], kept: Tensors) -> dict[str
     manifest["case_tensors"] = {
         key: dict(about, shape=list(kept[key].shape)) for key, about in manifest["case_tensors"].items() if key in kept
     }
+    manifest.pop("weight_tensors", None)  # the file of weights says the same
     if name == "talker":
         shorten_talker(manifest["cases"])
     return manifest
