@@ -106,12 +106,12 @@ class WholeSlots:
         """See Whole for the last two."""
         shape, device, dtype, wide = flow.shape, flow.device, flow.dtype, flow.wide
         size = sum(Table.sizes(frames // FRAMES_PER_TOKEN, rows, tiles, shape.lookahead))
+        positions, which = torch.zeros(2, frames, dtype=torch.int64, device=device)
+        none = torch.empty(0)  # first() makes the views
         slots = cls(
             torch.zeros(size, dtype=torch.int64, device=device),
-            Table(*[torch.empty(0)] * len(Table._fields)),
-            Whole(
-                [*lengths], longest, *torch.zeros(2, frames, dtype=torch.int64, device=device), *[torch.empty(0)] * 2
-            ),
+            Table(*[none] * len(Table._fields)),
+            Whole([*lengths], longest, positions, which, none, none),
             torch.empty(frames, shape.mel, dtype=wide, device=device),
             torch.empty(frames, shape.dim, dtype=dtype, device=device),
             torch.empty(frames, shape.mel, dtype=wide, device=device),

@@ -289,8 +289,8 @@ def test_what_whole_rows_cost(warmed: tuple[Flow, FlowStore]) -> None:
         spent, host = ended - began, enqueued - began
         rate = count * SHAPE.steps * ops_of_a_unit(SHAPE, keys=494) * 494 / 50 / spent / 1e12
         print(
-            f"{count:3d} whole rows of 494 frames: {1e3 * spent:7.1f} ms, {expected} expected, host {1e3 * host:.1f} ms, "
-            f"{count * 4.88 / spent:.0f} audio-s/s of the flow alone, {rate:.0f} TFLOP/s"
+            f"{count:3d} whole rows of 494 frames: {1e3 * spent:7.1f} ms, {expected} expected, "
+            f"host {1e3 * host:.1f} ms, {count * 4.88 / spent:.0f} audio-s/s of the flow alone, {rate:.0f} TFLOP/s"
         )
     print(kernel_table(lambda: flow.offline_all(requests)))
     assert host < 8e-3, f"{1e3 * host:.1f} ms of the host for {count} rows"

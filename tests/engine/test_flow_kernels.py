@@ -12,6 +12,8 @@ from torch import Tensor
 from engine.attention import Angles, EachPaged, EachRow, GatheredPaged, RowsChoice, Unit, Units, Whole, unit_columns
 from engine.dit import Estimator, FlowShape, Modulations, Packed
 from engine.flow import Flow, FlowStore, FlowVoice
+from engine.flow_whole import WholeGraphs
+from engine.graphs import Graphs
 
 pytest.importorskip("triton")
 
@@ -197,3 +199,6 @@ def test_streamed_and_whole_rows_through_all_kernels_equal_the_dense_ones(place:
             pieces.append(flow.finish(row, store))
     assert_near(torch.cat(pieces, dim=1), want, place)
     assert_near(flow.offline_all([(voice, tokens)])[0], whole, place)
+    flow._whole = WholeGraphs(flow, Graphs(device), tiers=(256,), most_rows=5)
+    for mel in flow.offline_all([(voice, tokens)] * 3):  # among rows of nobody, and tiles without frames
+        assert_near(mel, whole, place)
