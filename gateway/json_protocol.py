@@ -66,7 +66,8 @@ class _Spoken:
     rate: int
     num_pieces: int = 0
     num_flushes: int = 0
-    asked: set[int] = field(default_factory=set)  # flushes that the client waits for
+    num_asked: int = 0
+    asked: dict[int, int] = field(default_factory=dict)  # flushes that the client waits for, and what it counts them
     has_words: bool = False
     last_at: float = 0.0  # of its last audio
 
@@ -121,7 +122,8 @@ class JsonProtocol(SpeechProtocol):
         if is_flush or (transcript and delay_ms == 0):
             spoken.num_flushes += 1
             if is_flush:
-                spoken.asked.add(spoken.num_flushes)
+                spoken.num_asked += 1
+                spoken.asked[spoken.num_flushes] = spoken.num_asked
             yield wire.Flush(c=c, f=spoken.num_flushes)
         if not goes_on:
             yield wire.End(c=c)
@@ -152,7 +154,7 @@ class JsonProtocol(SpeechProtocol):
             case wire.Audio(c=c, d=d):
                 return self._chunk(c, d)
             case wire.Flushed(c=c, f=f) if f in self._asked(c):
-                return _json(c, "flush_done", flush_done=True, flush_id=sorted(self._asked(c)).index(f) + 1)
+                return _json(c, "flush_done", flush_done=True, flush_id=self._asked(c).pop(f))
             case wire.Done(c=c) | wire.Cancelled(c=c):
                 self._spoken.pop(c, None)
                 return _json(c, "done", done=True)
@@ -164,8 +166,8 @@ class JsonProtocol(SpeechProtocol):
             case _:
                 return ""
 
-    def _asked(self, c: str) -> set[int]:
-        return self._spoken[c].asked if c in self._spoken else set()
+    def _asked(self, c: str) -> dict[int, int]:
+        return self._spoken[c].asked if c in self._spoken else {}
 
     def _chunk(self, c: str, data: bytes) -> str:
         now, step_ms = self._clock(), 0.0

@@ -22,7 +22,9 @@ from urllib.parse import urlsplit
 
 from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.datastructures import Headers
+from websockets.frames import DATA_OPCODES, Frame
 from websockets.http11 import Request, Response
+from websockets.protocol import Event
 from websockets.typing import Subprotocol
 
 from engine import config as profiles
@@ -30,10 +32,11 @@ from engine.config import GatewayConfig, KeyConfig
 from engine.leash import on_parent_gone
 from engine.messages import Gauges
 from gateway import json_protocol, wire
-from gateway.admission import Admission, Caller, Tickets
+from gateway.admission import Admission, Bucket, Caller, Tickets
 from gateway.engine_link import EngineLink
 from gateway.errors import Close, ConfigError, Denied
 from gateway.json_protocol import JsonProtocol
+from gateway.logs import event as log
 from gateway.metrics import STATES, Metrics
 from gateway.pages import StaticFiles, refuse, respond, respond_json
 from gateway.protocol import ProtocolLimits, SpeechProtocol
@@ -46,6 +49,8 @@ logger = logging.getLogger(__name__)
 WRITE_LIMIT: Final = 8 * 1024  # bytes in our own buffer before a write waits
 SEND_BUFFER: Final = 64 * 1024  # and in the kernel's: an ack never waits behind seconds of audio
 UNSENT_LIMIT: Final = 8 * 1024
+RECEIVE_BUFFER: Final = 32 * 1024  # all that is read at once is parsed at once, while everybody waits
+SCRAPS_MINUTE: Final = 10_000  # pings, pongs and fragments of one connection, which no message is counted for
 BACKLOG: Final = 512
 HANDSHAKE_S: Final = 5.0
 TICK_S: Final = 0.1
@@ -63,6 +68,8 @@ class Connection(ServerConnection):
         self._admission = door.admission
         self._pending = door.pending
         self._knocked_at: str | None = None
+        self._scraps = Bucket(SCRAPS_MINUTE, door.clock())
+        self._clock = door.clock
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -79,6 +86,14 @@ class Connection(ServerConnection):
         if self.caller is not None:
             self.caller.leave()
         super().connection_lost(exc)
+
+    def process_event(self, event: Event) -> None:
+        """A frame: one that ends no message costs us as much as one that does."""
+        super().process_event(event)
+        is_scrap = isinstance(event, Frame) and not (event.fin and event.opcode in DATA_OPCODES)
+        if is_scrap and self._scraps.take(1, self._clock()) > 0 and not self.transport.is_closing():
+            log(logger, "connection aborted", why=f"over {SCRAPS_MINUTE} control frames and fragments a minute")
+            self.transport.abort()
 
     def settle(self) -> None:
         """The request is here, or never will be. Idempotent."""
@@ -100,7 +115,7 @@ class GatewayServer:
         on_silence: Callable[[], None] = lambda: None,
     ) -> None:
         self._config = config
-        self._clock = clock
+        self.clock = clock
         self._tracer = tracer
         self._limits = ProtocolLimits(
             contexts=config.contexts,
@@ -203,9 +218,9 @@ class GatewayServer:
     async def _tick(self) -> None:
         """Every session's deadlines, the loop's lag, and once a second the gauges."""
         for count in itertools.count():
-            due = self._clock() + TICK_S
+            due = self.clock() + TICK_S
             await asyncio.sleep(TICK_S)
-            now = self._clock()
+            now = self.clock()
             self.metrics.loop_lag.observe(max(now - due, 0.0))
             for session in list(self._sessions):
                 session.tick(now)
@@ -325,9 +340,9 @@ class GatewayServer:
             metrics=self.metrics,
             tracer=self._tracer,
             stall_s=self._config.stall_ms / 1000,
-            expires_at=self._clock() + self._config.age_ms / 1000 * random.uniform(0.9, 1.1),
+            expires_at=self.clock() + self._config.age_ms / 1000 * random.uniform(0.9, 1.1),
             goaway_s=self._config.goaway_ms / 1000,
-            clock=self._clock,
+            clock=self.clock,
         )
         self._sessions[session] = connection.caller
         if self._is_draining:  # it was let in just before
@@ -351,9 +366,10 @@ def _places(gauges: Gauges) -> int:
 
 
 def _set_socket_options(connection: ServerConnection, stall_ms: int) -> None:
-    """A small send buffer and, where the system has them, limits on unsent and unacknowledged data."""
+    """Small buffers and, where the system has them, limits on unsent and unacknowledged data."""
     sock = connection.transport.get_extra_info("socket")
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER)
     for name, value in (("TCP_NOTSENT_LOWAT", UNSENT_LIMIT), ("TCP_USER_TIMEOUT", stall_ms)):
         if (option := getattr(socket, name, None)) is not None:
             sock.setsockopt(socket.IPPROTO_TCP, option, value)

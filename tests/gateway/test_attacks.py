@@ -21,7 +21,7 @@ from engine.config import KeyConfig
 from gateway.admission import digest
 from tests.gateway.conftest import StackMaker
 from tests.gateway.raw_client import RawClient, check_promises, raw_client, until
-from tests.gateway.raw_socket import PING, frame, message, raw_socket, raw_tcp
+from tests.gateway.raw_socket import BINARY, CONTINUATION, PING, PONG, frame, message, raw_socket, raw_tcp
 from tests.gateway.test_server import get, refusal, speech
 from tests.gateway.test_wire import UNDECODABLE
 from tests.scripted_engine import Script
@@ -250,6 +250,23 @@ async def test_answers_that_are_never_read_end_their_connection_alone(make_stack
                 if stack.server.num_sessions == 1:
                     break
         await until(lambda: stack.server.num_sessions == 1, 8)
+
+
+SCRAPS = {
+    "fragments without an end": frame(BINARY, is_final=False) + frame(CONTINUATION, is_final=False) * 40_000,
+    "pongs": frame(PONG) * 40_000,
+    "pings": frame(PING) * 40_000,
+}
+
+
+@pytest.mark.parametrize("what", SCRAPS)
+async def test_a_flood_of_frames_that_are_no_messages_ends_its_connection_alone(
+    make_stack: StackMaker, what: str
+) -> None:
+    async with make_stack(real_time()) as stack, listener(stack.address), raw_socket(stack.address) as flooder:
+        flooder.send(SCRAPS[what])
+        assert await flooder.is_over(5)
+        await until(lambda: stack.server.num_sessions == 1)
 
 
 async def test_ten_clients_that_never_read_change_nobodys_gaps(make_stack: StackMaker) -> None:

@@ -191,6 +191,16 @@ async def test_flushes_that_were_asked_for_are_answered_in_order(stack: Stack) -
         assert all(message["flush_done"] and not message["done"] for message in flushes)
 
 
+async def test_thousands_of_flushes_are_answered_or_refused_and_remembered_no_longer(stack: Stack) -> None:
+    async with json_client(stack) as client:
+        for _ in range(2_000):
+            await client.ask("a", "", **{"continue": True, "flush": True})
+        await client.ask("a", "", **{"continue": False})
+        await client.hear_end("a")
+        flushes = [message["flush_id"] for message in client.heard if message["type"] == "flush_done"]
+        assert flushes == list(range(1, 1 + len(flushes))) and len(flushes) > 100
+
+
 async def test_without_buffering_a_transcript_is_spoken_at_once(stack: Stack) -> None:
     async with json_client(stack) as client:
         await client.ask("a", "No full stop here", **{"continue": True, "max_buffer_delay_ms": 0})
