@@ -306,7 +306,7 @@ class Runner:
 
     @property
     def next_due_s(self) -> float:
-        """When something in flight will probably have landed, by time.monotonic; never, if nothing is in flight."""
+        """When something in flight will probably have landed, by the streams' clock; never, if nothing is in flight."""
         return min(self._talking.next_due_s, self._sounding.next_due_s)
 
     def _launched(self, stage: str, rows: int) -> AbstractContextManager[Flight[Landed]]:

@@ -371,10 +371,10 @@ class Engine:
         """How long to wait for a message: not at all while there is work; else until something lands, or may go on."""
         if self._has_launched:
             return 0.0
-        now, room = time.monotonic(), self.runner.room
+        now, room = self.clock(), self.runner.room
         if room.is_idle:
             longest = QUEUE_CHECK_S if self.scheduler.num_waiting or self._has_news else self.gauges_s
-            gathers_s = self.scheduler.gathers_until_s - self.clock()
+            gathers_s = self.scheduler.gathers_until_s - now
             return min(longest, gathers_s) if gathers_s > 0 else longest
         return min(max(POLL_S, self.runner.next_due_s - now), REPLAN_S)
 

@@ -287,7 +287,8 @@ class Limits:
     pressed_s: float = 0.5  # while somebody runs dry within this time,
     rest_s: float = 1.0  # rows and talkers that are further ahead of their listeners rest,
     gather_s: float = 0.0  # of each listener: so long what nobody needs soon gathers for one launch of them all
-    fill_rows: int = 8  # but a flow launch that has fewer rows is filled up: it takes hardly longer
+    fill_rows: int = 8  # but a flow launch that has fewer rows is filled up: it takes hardly longer;
+    fill_share: float = 0.33  # and with so many of all: who rests keeps lanes and pages from those who wait
 
 
 class Scheduler:
@@ -502,7 +503,7 @@ class Scheduler:
         urgent = [context for context in self._order if context.runs]
         is_pressed = self._is_pressed(urgent, now)
         if now < self.gathers_until_s and not is_pressed:
-            return Plan(hift=self._hift_rows())
+            return Plan(hift=self._hift_rows(room, now))
         plan = self._plan_one(urgent, room) if self.limits.is_serial else self._plan_all(urgent, room, now, is_pressed)
         self.gathers_until_s = now + self.limits.gather_s * len(urgent)
         if plan.is_empty and room.is_idle and (stuck := [c for c in urgent if c.is_blocked]):
@@ -529,12 +530,15 @@ class Scheduler:
         return Plan(
             self._talker_rows(urgent, rest_from_s) if room.talker else (),
             self._flow_rows(urgent, now, rest_from_s) if room.flow else (),
-            self._hift_rows(),
+            self._hift_rows(room, now),
         )
 
-    def _hift_rows(self) -> tuple[HiftRow, ...]:
+    def _hift_rows(self, room: Room, now: float) -> tuple[HiftRow, ...]:
+        """All of them, once one is needed soon or there are enough to share a launch."""
         sounding = sorted(self._unsounded, key=_DEADLINE)
-        return tuple(row for context in sounding if (row := self._hift_row(context)) is not None)
+        rows = tuple(row for context in sounding if (row := self._hift_row(context)) is not None)
+        may_gather = self.limits.gather_s > 0 and not room.is_idle and len(rows) < self.limits.fill_rows
+        return () if rows and may_gather and sounding[0].deadline[0] > now + self.limits.pressed_s else rows
 
     def _is_pressed(self, urgent: list[_Context], now: float) -> bool:
         """Does somebody run dry soon whom the device can help?"""
@@ -586,10 +590,11 @@ class Scheduler:
         whole: list[FlowRow] = []
         most = self.limits.flow_rows
         is_streamed = any(context.is_streaming for context in urgent)
+        fill = self._filled_rows(len(urgent))
         for context in urgent:
             if len(streamed) >= most:
                 break
-            if len(streamed) >= self.limits.fill_rows and context.deadline[0] > rest_from_s:
+            if len(streamed) >= fill and context.deadline[0] > rest_from_s:
                 continue
             row = self._flow_row(context)
             if row is None:
@@ -601,6 +606,11 @@ class Scheduler:
                 most = self._launch_rows(context, now)
             streamed.append(row)
         return (*streamed, *whole[: 1 if is_streamed else self.limits.flow_rows])
+
+    def _filled_rows(self, listeners: int) -> int:
+        """A power of two times the least, since launches have tiers."""
+        share = self.limits.fill_share * listeners / max(1, self.limits.fill_rows)
+        return self.limits.fill_rows << max(0, int(share).bit_length() - 1)
 
     def _launch_rows(self, first: _Context, now: float) -> int:
         return self.costs.launch_rows(

@@ -26,7 +26,7 @@ class Flight(Generic[Results]):
     stage: str
     rows: int
     land: Callable[[Results], None] | None = None
-    due_s: float = 0.0  # when it will probably have landed, by time.monotonic
+    due_s: float = 0.0  # when it will probably have landed, by the stream's clock
     seconds: float = 0.0  # of the device, once landed
     events: tuple[torch.cuda.Event, torch.cuda.Event] | None = field(default=None)
 
@@ -43,7 +43,8 @@ class Flight(Generic[Results]):
 class Stream(Generic[Results]):
     """A queue of the device: what is launched on it runs in order. A lower priority number goes first."""
 
-    def __init__(self, device: torch.device, *, priority: int = 0) -> None:
+    def __init__(self, device: torch.device, *, priority: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
         self.cuda = torch.cuda.Stream(device, priority=priority) if device.type == "cuda" else None
         self._flights: deque[Flight[Results]] = deque()
         self._last: torch.cuda.Event | None = None  # the end of the latest launch
@@ -80,12 +81,12 @@ class Stream(Generic[Results]):
                 end.record()
             flight.events = begin, end
             self._last = end
-            flight.due_s = self._busy_until_s = self._begins_s() + expected_s
+        flight.due_s = self._busy_until_s = self._begins_s() + expected_s
         self._flights.append(flight)
 
     def _begins_s(self) -> float:
         partner_s = self._partner._busy_until_s if self._partner is not None else 0.0
-        return max(time.monotonic(), self._busy_until_s, partner_s)
+        return max(self.clock(), self._busy_until_s, partner_s)
 
     @property
     def next_due_s(self) -> float:

@@ -73,6 +73,7 @@ class Bench:
         self.now = 0.0
         self.prompt_tokens = prompt_tokens
         self.lag, self.turn = lag, 0
+        self.tick_s = 0.0  # by which the clock goes on in a step
         self.flights: deque[tuple[int, str, list[Callable[[], None]]]] = deque()  # when it lands, stage, what it tells
         self.ended: set[tuple[Lane, Part]] = set()  # talkers whose last id has landed
         self.said: list[tuple[int, ToGateway]] = []
@@ -111,6 +112,7 @@ class Bench:
     def step(self) -> Plan:
         self.prepare()
         self.turn += 1
+        self.now += self.tick_s
         self.land()
         plan = self.scheduler.plan(self.now, self.room)
         self.check(plan)
@@ -621,6 +623,51 @@ def test_rows_far_ahead_rest_too_but_fill_up_a_small_launch() -> None:
         assert len(plan.flow) <= 4
         assert not any(row.lane.index == 5 for row in plan.flow[1:])  # the newcomer goes first
     assert max(sizes) == 4
+
+
+def test_a_launch_is_filled_up_further_the_more_lanes_are_taken() -> None:
+    """Else those who rest would keep their lanes and pages for as long as newcomers come."""
+    for lanes, filled in ((8, 2), (16, 4), (33, 8)):
+        bench = Bench(Limits(lanes=lanes, fill_rows=2, fill_share=0.3))
+        for context in range(1, lanes):
+            bench.open(context, "4000")
+        while any(bench.samples(context) < 9 * SAMPLE_RATE_HZ for context in range(1, lanes)):
+            bench.step()
+        bench.open(0, "400")
+        sizes = []
+        while not bench.samples(0):
+            sizes.append(len(bench.step().flow))
+        assert max(sizes) == filled
+
+
+def test_what_nobody_needs_soon_gathers_and_what_somebody_needs_goes_at_once() -> None:
+    bench = Bench(Limits(lanes=4, gather_s=0.01))
+    bench.tick_s = 0.02
+    bench.open(1, "4000")
+    bench.run_until(lambda: bench.samples(1) > 10 * SAMPLE_RATE_HZ)
+    bench.tick_s = 0.004
+    assert [bool(bench.step().talker) for _ in range(9)].count(True) == 3
+    bench.tick_s = 0.0
+    assert not bench.step().talker
+    bench.open(2, "400")
+    assert [len(bench.step().talker) for _ in range(3)] == [2, 2, 2]
+
+
+def test_mels_of_listeners_far_ahead_share_a_call_of_the_vocoder() -> None:
+    """As many as fill a launch, or as there are when one is needed soon or the device has nothing else to do."""
+    bench = Bench(Limits(lanes=8, fill_rows=4, gather_s=1e-9), lag=3)
+    for context in range(8):
+        bench.open(context, "4000")
+        bench.step()
+    bench.tick_s = 1e-3
+    bench.run_until(lambda: all(bench.samples(context) > 5 * SAMPLE_RATE_HZ for context in range(8)))
+    sizes = []
+    for _ in range(200):
+        is_idle = bench.room.is_idle
+        plan = bench.step()
+        if plan.hift and not is_idle:
+            sizes.append(len(plan.hift))
+    assert sizes and min(sizes) >= 4
 
 
 def test_talkers_far_ahead_rest_while_somebody_is_nearly_dry() -> None:
