@@ -22,7 +22,7 @@ from torch import Tensor
 
 from engine.cache import OutOfPages
 from engine.costs import FLOW, HIFT, PREFILL, TALKER, WHOLE, Costs, Mean
-from engine.flow import FRAMES_PER_TOKEN, Flow, FlowError, FlowPrefix, FlowRow, FlowStore, FlowVoice
+from engine.flow import FRAMES_PER_TOKEN, WHOLE_FRAMES, Flow, FlowError, FlowPrefix, FlowRow, FlowStore, FlowVoice
 from engine.frontend import Prompt
 from engine.graphs import Graphs
 from engine.hift import Hift, HiftState
@@ -437,7 +437,7 @@ class Runner:
             if streamed or prompts:
                 self._guarded(streamed, partial(self._solve, prompts=prompts), done)
         self._in_groups(last, self._solve_last, done)
-        self._in_groups(whole, self._solve_whole, done)
+        self._in_groups(self._in_one_call(whole), self._solve_whole, done)
 
     def _solve(self, rows: Sequence[FlowStep], done: Launched, prompts: Sequence[FlowRow] = ()) -> None:
         ready: list[tuple[FlowStep, Segment, FlowRow]] = []
@@ -564,10 +564,19 @@ class Runner:
                 self._keep_whole(ready, mels, done)
 
     def _keep_whole(self, solved: Sequence[tuple[FlowStep, Segment]], mels: Sequence[Tensor], done: Launched) -> None:
-        for (row, segment), mel in zip(solved, mels, strict=True):
-            segment.mel, segment.health = mel, mel.sum() * 0
+        healths = torch.stack(torch._foreach_norm(list(mels))) * 0
+        for (row, segment), mel, health in zip(solved, mels, healths, strict=True):
+            segment.mel, segment.health = mel, health
             self._release_flow(segment)
             done.solved.append((row, True))
+
+    def _in_one_call(self, rows: Sequence[FlowStep]) -> Sequence[FlowStep]:
+        """The first of these full responses, as many as the flow solves at once; the others stay planned. Several
+        calls' kernels, enqueued in one turn, would keep everybody else waiting."""
+        segments = [self._segment(row) for row in rows]
+        sizes = (FRAMES_PER_TOKEN * (len(one.utterance.voice.tokens) + len(one.tokens)) for one in segments)
+        count = sum(size <= WHOLE_FRAMES for size in accumulate(sizes))
+        return rows[: max(1, count)]
 
     def _solve_whole(self, rows: Sequence[FlowStep], done: Launched) -> None:
         """Full responses: attention in both directions over all tokens."""

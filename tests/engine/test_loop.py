@@ -167,6 +167,24 @@ def test_what_is_spoken_is_what_the_models_give_offline(
     torch.testing.assert_close(heard, wave, atol=1e-6, rtol=0)
 
 
+def test_full_responses_go_to_the_flow_as_many_as_it_solves_at_once(make: Make, monkeypatch: Any) -> None:
+    speaking, crowds = make(mode="full", rows_per_launch=12), list[int]()
+    offline_all = speaking.runner.models.flow.offline_all
+
+    def solved(requests: Sequence[Any]) -> list[torch.Tensor]:
+        crowds.append(len(requests))
+        return offline_all(requests)
+
+    monkeypatch.setattr(speaking.runner.models.flow, "offline_all", solved)
+    monkeypatch.setattr("engine.batch.WHOLE_FRAMES", 500)  # of two rows of 40 + 80 tokens
+    for context in range(5):
+        speaking.open(context, "Hi.", seed=context)
+    speaking.finish(range(5))
+    assert all(isinstance(speaking.end(context), Done) for context in range(5))
+    assert sum(crowds) == 5 and max(crowds) == 2
+    speaking.assert_empty()
+
+
 def test_a_last_hop_that_looks_both_ways_ends_as_a_full_response_does(make: Make, monkeypatch: Any) -> None:
     """The hops before it are played already; what it gives is what the offline flow gives, looking both ways."""
     speaking = make(dtype="float64", last_hop="both_ways")
