@@ -248,7 +248,7 @@ class Runner:
         if rows > limit:
             raise TextTooLong(f"the talker may need {rows} rows for this text, its cache holds {limit}")
         pages = self.models.flow.pages_for(self.prefixes.prompt_tokens(utterance.voice) + utterance.limits.min_len)
-        if pages > self.models.flow_store.pool.num_pages:
+        if utterance.is_streaming and pages > self.models.flow_store.pool.num_pages:
             limit = self.models.flow_store.pool.num_pages
             raise TextTooLong(f"the flow needs {pages} pages at least for this text, its cache holds {limit}")
 
@@ -502,7 +502,7 @@ class Runner:
             self._claims = [self._claim(one) for one in self.segments() if one.flow is not None]
         claims = [*self._claims, Claim(0, segment.most_pages)]
         lacking = most_held(claims) - self.models.flow_store.pool.num_free - sum(claim.held for claim in claims)
-        if self._claims and lacking > 0 and lacking > self.prefixes.num_unused_pages:
+        if self._claims and lacking > 0 and lacking > self.prefixes.num_unused_pages(segment.utterance.voice):
             self._refused_pages = segment.most_pages
             return False
         self._claims = claims
@@ -695,11 +695,10 @@ class Prefixes:
         held = (*self._solved.values(), *self._begun.values())
         return sum(len(prefix.pages) for prefix in held)
 
-    @property
-    def num_unused_pages(self) -> int:
-        """That `make_room` could give."""
-        pool = self.store.pool
-        return sum(len(one.pages) for one in self._solved.values() if all(pool.holders(p) == 1 for p in one.pages))
+    def num_unused_pages(self, wanted: Voice) -> int:
+        """That `make_room` could give to a row with the wanted voice, whose own prompt stays."""
+        others = (prefix for name, prefix in self._solved.items() if name != wanted.id)
+        return sum(len(one.pages) for one in others if all(self.store.pool.holders(page) == 1 for page in one.pages))
 
     def pages_of(self, voice: Voice) -> int:
         """That a row behind this voice's prompt would share."""
@@ -741,7 +740,15 @@ class Prefixes:
         if self.flow.begin(row, (), is_final=False):
             self._begun[voice.id] = row
         else:
-            self._solved[voice.id] = self.flow.prefix(row, self.store)
+            self._keep(voice.id, self.flow.prefix(row, self.store))
+
+    def _keep(self, name: str, prefix: FlowPrefix) -> None:
+        """Those with pages are as few as the pages; of those without, the oldest go."""
+        self._solved[name] = prefix
+        if len(self._solved) > MAX_VOICES:
+            bare = next((one for one, kept in self._solved.items() if not kept.pages), None)
+            if bare is not None:
+                del self._solved[bare]
 
     @property
     def is_solving(self) -> bool:
@@ -773,7 +780,7 @@ class Prefixes:
             row = self._begun.pop(name)
             self._wanted.discard(name)
             self.flow.finish(row, self.store)
-            self._solved[name] = self.flow.prefix(row, self.store)
+            self._keep(name, self.flow.prefix(row, self.store))
         return bool(names)
 
     def give_up(self, rows: Sequence[FlowRow]) -> list[str]:
@@ -812,8 +819,13 @@ class Prefixes:
 
 
 def part_limits(num_target: int, voice: Voice, code_ratios: tuple[float, float]) -> Limits:
-    """How many codes a part may have: by its text, and by the 15000 frames that the fixed noise covers."""
+    """How many codes a part may have: by its text, and by the 15000 frames that the fixed noise covers.
+
+    At least as many as there may be steps behind a prompt that hasn't landed. Raises TextTooLong.
+    """
     shortest, longest = code_ratios
     limits = Limits.of(num_target, shortest=shortest, longest=longest)
     most = MAX_FRAMES // 2 - len(voice.tokens)
-    return Limits(min(limits.min_len, most), min(limits.max_len, most))
+    if most < IN_FLIGHT:
+        raise TextTooLong(f"a voice of {len(voice.tokens)} tokens leaves no room for speech, {MAX_FRAMES // 2} are all")
+    return Limits(min(limits.min_len, most), max(IN_FLIGHT, min(limits.max_len, most)))

@@ -506,11 +506,23 @@ class Scheduler:
             return Plan(hift=self._hift_rows(room, now))
         plan = self._plan_one(urgent, room) if self.limits.is_serial else self._plan_all(urgent, room, now, is_pressed)
         self.gathers_until_s = now + self.limits.gather_s * len(urgent)
-        if plan.is_empty and room.is_idle and (stuck := [c for c in urgent if c.is_blocked]):
-            # Nobody can run and somebody lacks pages: waiting would never end. The least urgent gives way.
-            self._fail(stuck[-1], Overloaded("no cache pages are free"))
+        if plan.is_empty and room.is_idle and (victim := self._victim(urgent, now)) is not None:
+            self._fail(victim, Overloaded("no cache pages are free"))
             return self.plan(now, room)
         return plan
+
+    def _victim(self, urgent: list[_Context], now: float) -> _Context | None:
+        """Nobody can run: of those who lack pages the least urgent gives way, one that nobody has heard before others.
+        Who only rests will go on and give pages back, so for a while it is waited for."""
+        stuck = [context for context in urgent if context.is_blocked]
+        if not stuck:
+            return None
+        victim = next((context for context in reversed(stuck) if not context.samples), stuck[-1])
+        is_hopeful = any(not context.is_blocked and self._rests(context) for context in urgent)
+        return None if is_hopeful and now - victim.served_s < self.limits.waiting_s else victim
+
+    def _rests(self, context: _Context) -> bool:
+        return context.is_resting or self._is_far_ahead(context)
 
     def _set_deadline(self, context: _Context) -> None:
         context.deadline = min(context.due_s, context.served_s + self.limits.ageing_s), context.since_s

@@ -11,7 +11,7 @@ from engine.flow import Flow, FlowRow, FlowStore
 from engine.frontend import Prompt
 from engine.noise import MAX_FRAMES
 from engine.sampler import Sampling
-from engine.scheduler import Part
+from engine.scheduler import Part, TextTooLong
 from engine.talker import Limits, SilentRunFilter
 from engine.voices import Voice
 from tests.random_checkpoint import TINY, flow_state, random_voice
@@ -34,6 +34,36 @@ def test_the_prefill_is_sos_prompt_text_text_task_and_prompt_speech() -> None:
     assert an_utterance().prefill_rows == 1 + 3 + 4 + 1 + 60
     assert an_utterance(has_prompt_speech=False).prefill_rows == 1 + 3 + 4 + 1
     assert an_utterance().most_rows == 69 + 80
+
+
+def test_a_part_has_room_for_the_steps_behind_a_prompt_that_has_not_landed() -> None:
+    assert part_limits(1, a_voice(), (0.5, 1.0)).max_len == 2
+    assert part_limits(9, a_voice(tokens=7_498), (2.0, 20.0)).max_len == 2
+    with pytest.raises(TextTooLong, match="a voice of 7499 tokens"):
+        part_limits(9, a_voice(tokens=7_499), (2.0, 20.0))
+
+
+@torch.inference_mode()
+def test_voices_whose_prompts_hold_no_pages_are_not_kept_forever(
+    prefixes: Prefixes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.batch.MAX_VOICES", 3)
+    prefixes.begin(a_voice("anna"))
+    solve(prefixes)
+    for number in range(9):
+        prefixes.begin(a_voice(f"short {number}", tokens=12))
+    assert len(prefixes._solved) == 3
+    assert prefixes.row(a_voice("anna")) is not None
+
+
+@torch.inference_mode()
+def test_a_rows_own_prompt_is_no_room_for_it(prefixes: Prefixes) -> None:
+    for name in ("anna", "berta"):
+        prefixes.begin(a_voice(name))
+        solve(prefixes)
+    pages = prefixes.pages_of(a_voice("anna"))
+    assert pages and prefixes.num_unused_pages(a_voice("anna")) == pages
+    assert prefixes.num_unused_pages(a_voice("carola")) == 2 * pages
 
 
 def test_a_part_is_limited_by_its_text_and_by_the_fixed_noise() -> None:

@@ -504,6 +504,32 @@ def test_when_nobody_can_go_on_for_lack_of_pages_one_is_refused() -> None:
     assert sorted(bench.kinds(context)[-1].__name__ for context in (1, 2)) == ["Done", "Failed"]
 
 
+def one_rests_and_one_lacks_pages() -> Bench:
+    bench = Bench(Limits(lanes=2, waiting_s=5.0))
+    bench.is_out_of_pages = lambda row: row.lane.index == 1 and bench.scheduler.lanes_used == 2
+    bench.open(1, "80")
+    bench.take(Credit(context=1, epoch=0, samples=1))
+    bench.open(2, "80")
+    for _ in range(200):
+        bench.step()
+    assert Failed not in bench.kinds(1) + bench.kinds(2), "the first only rests on its credit"
+    return bench
+
+
+def test_who_lacks_pages_waits_for_those_who_only_rest() -> None:
+    bench = one_rests_and_one_lacks_pages()
+    bench.take(Credit(context=1, epoch=0, samples=10**9))
+    bench.run()
+    assert bench.kinds(1)[-1] is bench.kinds(2)[-1] is Done
+
+
+def test_who_lacks_pages_does_not_wait_for_those_who_rest_forever() -> None:
+    bench = one_rests_and_one_lacks_pages()
+    bench.now += 6.0
+    bench.step()
+    assert bench.kinds(2)[-1] is Failed and Failed not in bench.kinds(1)
+
+
 # Any order of anything
 
 ACTIONS = st.lists(
