@@ -113,11 +113,11 @@ def enter_kernel(h, base, bias, pages, out, frames, dim, page_stride, BLOCK: tl.
     unit = tl.program_id(1).to(tl.int64)
     e = tl.arange(0, BLOCK)
     real = e < dim
-    x = tl.load(h + (unit * frames + frame) * dim + e, mask=real).to(tl.float32)
+    x = tl.load(h + (unit * frames + frame) * dim + e, mask=real, other=0.0).to(tl.float32)
     given = base + tl.load(pages + unit) * page_stride + frame * dim
     to = out + (2 * unit * frames + frame) * dim + e
-    tl.store(to, (x + tl.load(given + e, mask=real).to(tl.float32)).to(out.dtype.element_ty), mask=real)
-    free = x + tl.load(bias + e, mask=real).to(tl.float32)
+    tl.store(to, (x + tl.load(given + e, mask=real, other=0.0).to(tl.float32)).to(out.dtype.element_ty), mask=real)
+    free = x + tl.load(bias + e, mask=real, other=0.0).to(tl.float32)
     tl.store(to + frames.to(tl.int64) * dim, free.to(out.dtype.element_ty), mask=real)
 
 
