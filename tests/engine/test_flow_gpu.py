@@ -41,6 +41,9 @@ def ops_of_a_unit(shape: FlowShape, keys: int) -> float:
     return 2 * 2 * shape.chunk_frames * (shape.depth * (block + attention) + convs + ends)
 
 
+TIMED = pytest.mark.parametrize("warmed", [torch.bfloat16], ids=["bfloat16"], indirect=True)  # float32: for parity
+
+
 @pytest.fixture(scope="module", autouse=True)
 def without_tf32() -> Iterator[None]:
     conv, matmul = torch.backends.cudnn.conv, torch.backends.cuda.matmul
@@ -214,10 +217,9 @@ def kernel_table(run: Callable[[], object], rows: int = 14) -> str:
     return "\n".join(f"  {ms:8.3f} ms {calls[name]:5d} x {name[:90]}" for name, ms in spent.most_common(rows))
 
 
+@TIMED
 def test_what_a_step_costs(warmed: tuple[Flow, FlowStore]) -> None:
     flow, store = warmed
-    if flow.dtype != torch.bfloat16:
-        pytest.skip("float32 is for parity")
     graphs = flow._graphs
     assert graphs is not None, "warm() captured nothing"
     ceiling = matmul_tflops(8192, 8192, 8192)
@@ -238,10 +240,9 @@ def test_what_a_step_costs(warmed: tuple[Flow, FlowStore]) -> None:
     assert all(graphs.step_ms(units) < plain for units, plain in PLAIN_MS.items())
 
 
+@TIMED
 def test_what_rows_cost_with_the_host(warmed: tuple[Flow, FlowStore]) -> None:
     flow, store = warmed
-    if flow.dtype != torch.bfloat16:
-        pytest.skip("float32 is for parity")
     voices = [make_voice(128, seed) for seed in range(32)]
     began = time.perf_counter()
     prefixes = [flow.solve_prefix(voice, store) for voice in voices]
@@ -272,10 +273,9 @@ def test_what_rows_cost_with_the_host(warmed: tuple[Flow, FlowStore]) -> None:
         store.pool.release(prefix.pages)
 
 
+@TIMED
 def test_what_whole_rows_cost(warmed: tuple[Flow, FlowStore]) -> None:
     flow, _ = warmed
-    if flow.dtype != torch.bfloat16:
-        pytest.skip("float32 is for parity")
     print()
     for count, expected in EXPECTED_WHOLE_MS.items():
         requests = [(make_voice(125, seed), make_ids(122, seed)) for seed in range(count)]
