@@ -27,18 +27,15 @@ if TYPE_CHECKING:
 
 NO_TOKEN = -1
 WHOLE_TIERS = (
-    32_768,
-    24_576,
-    16_384,
-    12_288,
-    8_192,
-    6_144,
-    4_096,
-    3_072,
+    *range(32_768, 16_384, -4_096),
+    *range(16_384, 8_192, -2_048),
+    *range(8_192, 4_096, -1_024),
+    *range(4_096, 2_048, -512),
     2_048,
+    1_536,
     1_024,
     512,
-)  # frames, prompts included
+)  # frames, prompts included; a tenth of them is nobody's, on average
 MOST_ROWS = 128  # of a captured table, one of which is nobody's
 SHORT_FRAMES = 1_024  # a kernel that is launched for the longest row is captured for rows up to this; else tiles serve
 

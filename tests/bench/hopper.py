@@ -83,14 +83,10 @@ def stages(seconds: float, churn_s: float) -> dict[str, Stage]:
                 replace(hot, streams=4, seconds=min(seconds, 6.0)),
             )
         ),
-        "overlap": Stage(
-            series="side by side",
-            changes={"overlap": True},
-            points=(
-                replace(hot, streams=1, seconds=min(seconds, 4.0)),
-                replace(burst, streams=64),
-                replace(hot, streams=64),
-            ),
+        "turns": Stage(
+            series="taking turns",
+            changes={"overlap": False},
+            points=(replace(burst, streams=64), replace(hot, streams=64)),
         ),
         "full": Stage(
             profile="hopper-full.toml", series="full", points=(replace(hot, streams=64), replace(burst, streams=64))

@@ -31,7 +31,7 @@ def test_stages_that_follow_each_other_share_a_server() -> None:
     named = list(hopper.stages(12.0, 60.0).items())
     groups = [[name for name, _ in group] for group in hopper._sharing_a_server(named)]
     assert groups[0] == ["streaming", "listen", "churn", "shapes"]
-    assert groups[1:] == [["overlap"], ["full"], ["recompute"], ["serial"], ["pressure"], ["poisson"]]
+    assert groups[1:] == [["turns"], ["full"], ["recompute"], ["serial"], ["pressure"], ["poisson"]]
 
 
 @pytest.fixture
