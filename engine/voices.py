@@ -69,26 +69,30 @@ def read_voices(path: Path) -> dict[str, Voice]:
     return {str(key): _from_entry(str(key), entry) for key, entry in stored.items()}
 
 
-def write_voices(path: Path, voices: Iterable[Voice]) -> None:
-    """Write voices as the reference would store them, with `name`, `lang` and `transcript` beside its own keys."""
-    torch.save({voice.id: _to_entry(voice) for voice in voices}, path)
+def write_voices(path: Path, voices: Iterable[Voice], *, mel_dtype: torch.dtype = torch.float32) -> None:
+    """Write voices as the reference would store them, with `name`, `lang` and `transcript` beside its own keys.
+
+    `mel_dtype` float16 halves the file; the reference copies a prompt's mel into a tensor of its own type.
+    """
+    torch.save({voice.id: _to_entry(voice, mel_dtype) for voice in voices}, path)
 
 
-def _to_entry(voice: Voice) -> dict[str, Any]:
+def _to_entry(voice: Voice, mel_dtype: torch.dtype) -> dict[str, Any]:
     tokens = voice.tokens.to(torch.int32)[None]
-    mel = voice.mel.float()[None]
+    count = torch.tensor([tokens.shape[1]], dtype=torch.int32)
+    mel = voice.mel.to(mel_dtype)[None].contiguous()
     embedding = voice.embedding.float()[None]
     return {
         "prompt_text": torch.tensor([voice.prompt_text], dtype=torch.int32),
         "prompt_text_len": torch.tensor([len(voice.prompt_text)], dtype=torch.int32),
         "llm_prompt_speech_token": tokens,
-        "llm_prompt_speech_token_len": torch.tensor([tokens.shape[1]], dtype=torch.int32),
-        "flow_prompt_speech_token": tokens.clone(),
-        "flow_prompt_speech_token_len": torch.tensor([tokens.shape[1]], dtype=torch.int32),
+        "llm_prompt_speech_token_len": count,
+        "flow_prompt_speech_token": tokens,
+        "flow_prompt_speech_token_len": count,
         "prompt_speech_feat": mel,
         "prompt_speech_feat_len": torch.tensor([mel.shape[1]], dtype=torch.int32),
         "llm_embedding": embedding,
-        "flow_embedding": embedding.clone(),
+        "flow_embedding": embedding,
         "name": voice.name,
         "lang": voice.lang,
         "transcript": voice.transcript,

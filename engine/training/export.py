@@ -19,6 +19,7 @@ from engine.conditioning import Conditioner
 from engine.frontend import Tokenizer
 from engine.sampler import Sampling
 from engine.talker import TalkerShape
+from engine.training.onnx_export import shorten
 from engine.training.train_talker import shape_of
 from engine.voices import Voice, write_voices
 
@@ -101,17 +102,19 @@ def export(run: Path, out: Path, *, hours: float, only: list[str]) -> None:
     talker = load_file(str(source / "llm.safetensors"))
     save_talker(talker, out / "llm.safetensors")
     for name in ("flow.safetensors", "hift.safetensors", "speech_tokenizer_v3.onnx", "campplus.onnx"):
-        shutil.copy(next(f / name for f in (source, run) if (f / name).exists()), out / name)
+        shutil.copyfile(next(f / name for f in (source, run) if (f / name).exists()), out / name)
     (out / BACKBONE).mkdir(exist_ok=True)
     for path in (run / BACKBONE).iterdir():
         shutil.copy(path, out / BACKBONE / path.name)
     vocabulary = len(talker["llm.model.model.embed_tokens.weight"])
     (out / BACKBONE / "config.json").write_text(json.dumps(backbone_config(shape_of(vocabulary)), indent=2) + "\n")
+    for name in ("speech_tokenizer_v3.onnx", "campplus.onnx"):
+        shorten(out / name)
     conditioner = Conditioner(
         out / "speech_tokenizer_v3.onnx", out / "campplus.onnx", Tokenizer(out / BACKBONE), threads=2
     )
     voices = [v for v in voices_of(conditioner, run / "prompts") if not only or v.id in only]
-    write_voices(out / "spk2info.pt", voices)
+    write_voices(out / "spk2info.pt", voices, mel_dtype=torch.float16)
     # Dropping frames of true silence is harmless, dropping speech is not: an empty list keeps every token.
     note = f"none are dropped; silence reads as {silence_ids(conditioner)[:12]}"
     (out / "cosyvoice3.yaml").write_text(SETTINGS.format(note=note, silent="[]", sampling=SAMPLING))

@@ -116,15 +116,16 @@ def at_all_rates(said: Utterance) -> list[Utterance]:
     return found
 
 
-def draw_voice(dice: random.Random) -> int:
+def draw_voice(dice: random.Random, *, only_shipped: bool) -> int:
     """A voice number by share; the voices held out never come up."""
-    return dice.choices(range(len(KOKORO)), [voice.share for voice in KOKORO])[0]
+    drawn = KOKORO[: len(SHIPPED)] if only_shipped else KOKORO
+    return dice.choices(range(len(drawn)), [voice.share for voice in drawn])[0]
 
 
-def readings(texts: list[str], kokoro: Kokoro, part: int, parts: int) -> Iterator[Utterance]:
-    """The corpus from its end, every ``parts``-th sentence, each in a voice drawn for it."""
-    for position in range(len(texts) - 1 - part, -1, -parts):
-        number = draw_voice(random.Random(f"kokoro/{position}"))
+def readings(texts: list[str], kokoro: Kokoro, args: argparse.Namespace, part: int) -> Iterator[Utterance]:
+    """The corpus from its end, every so many-th sentence, each in a voice drawn for it."""
+    for position in range(len(texts) - 1 - part, -1, -args.processes):
+        number = draw_voice(random.Random(f"kokoro/{position}"), only_shipped=args.only_shipped)
         if said := kokoro.speak(texts[position], KOKORO[number], FIRST_KOKORO + number):
             yield said
 
@@ -226,7 +227,7 @@ def read(args: argparse.Namespace, part: int) -> None:
     texts = read_corpus(args.corpus)
     texts = texts[: len(texts) - args.leave]
     args.out.mkdir(parents=True, exist_ok=True)
-    spoken = readings(texts, kokoro, part, args.processes)
+    spoken = readings(texts, kokoro, args, part)
     if args.held_out:
         spoken = held_out_readings(texts, kokoro, args.held_out)
     seconds, start = 0.0, time.monotonic()
@@ -285,6 +286,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="number of the first shard or pack")
     parser.add_argument("--until", type=float, default=float("inf"), help="deadline, seconds since the epoch")
     parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--only-shipped", action="store_true", help="read in the voices that ship, and in no other")
     parser.add_argument("--held-out", type=int, default=0, help="read so many utterances of each held-out voice")
     args = parser.parse_args()
     if args.stage == "prepare":

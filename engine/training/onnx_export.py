@@ -44,8 +44,33 @@ def _halve_weights(path: Path) -> None:
     nodes = [*casts, *model.graph.node]
     del model.graph.node[:]
     model.graph.node.extend(nodes)
+    _shorten_names(model.graph)
     onnx.checker.check_model(model)
     onnx.save(model, str(path))
+
+
+def shorten(path: Path) -> None:
+    """Write a file again with short names."""
+    import onnx
+
+    model = onnx.load(str(path))
+    _shorten_names(model.graph)
+    onnx.checker.check_model(model)
+    onnx.save(model, str(path))
+
+
+def _shorten_names(graph: Any) -> None:
+    """Number the values between nodes, and name no node but the products, whose weights are found by them."""
+    kept = {entry.name for entry in (*graph.input, *graph.output, *graph.initializer)}
+    made = [name for node in graph.node for name in node.output if not {name, f"{name}.half"} & kept]
+    short = {name: f"{number:x}" for number, name in enumerate(made)}
+    del graph.value_info[:]
+    for node in graph.node:
+        node.input[:] = [short.get(name, name) for name in node.input]
+        node.output[:] = [short.get(name, name) for name in node.output]
+        node.ClearField("doc_string")
+        if node.op_type != "MatMul":
+            node.ClearField("name")
 
 
 @torch.no_grad()

@@ -2,11 +2,13 @@
 
     python -m engine.training.speech_tokenizer train    --data DIR --budget 240 [--device cuda] [--toy]
     python -m engine.training.speech_tokenizer tokenise --data DIR [--follow] [--idle 60]
+    python -m engine.training.speech_tokenizer recover  --data DIR
 
 Supervised by what the teacher knows: the phoneme every 20 ms, voicing, F0, and the mel itself through a decoder that is
 told the speaker. ``train`` ends with ``speech_tokenizer.pt`` and ``speech_tokenizer_v3.onnx`` in DIR (the official
-contract: float32 [1, 128, F] and int32 [1] -> ids); ``tokenise`` writes ``tokens-*.npz``. B batch, F log-mel frames
-(100 a second), n tokens, D width.
+contract: float32 [1, 128, F] and int32 [1] -> ids); ``tokenise`` writes ``tokens-*.npz``; ``recover`` makes the first
+file of the second, for a run that keeps an earlier tokenizer. B batch, F log-mel frames (100 a second), n tokens,
+D width.
 """
 
 import argparse
@@ -485,6 +487,24 @@ def read_model(folder: Path, device: torch.device, name: str = MODEL_FILE) -> Sp
     return model.to(device).eval()
 
 
+def recovered(path: Path) -> SpeechTokenizer:
+    """The module that an ONNX file was exported from; RuntimeError if it holds other weights."""
+    import onnx
+    from onnx import numpy_helper
+
+    graph = onnx.load(str(path)).graph
+    held = {entry.name.removesuffix(".half"): numpy_helper.to_array(entry) for entry in graph.initializer}
+    state = {name: torch.from_numpy(value.astype(np.float32)) for name, value in held.items()}
+    for node in graph.node:  # a linear layer's matrix has lost its name to the product, which is named for the layer
+        if node.op_type == "MatMul" and node.input[1] in held:
+            layer = ".".join(part.split(".")[-1] if "ff." in part else part for part in node.name.split("/")[1:-1])
+            state[f"{layer}.weight"] = state.pop(node.input[1]).T.contiguous()
+    num_blocks = 1 + max(int(name.split(".")[1]) for name in state if name.startswith("blocks."))
+    model = SpeechTokenizer(len(state["norm.weight"]), num_blocks)
+    model.load_state_dict(state)
+    return model.eval()
+
+
 @torch.no_grad()
 def tokenise_shard(model: SpeechTokenizer, shard: Shard, device: torch.device) -> list[NDArray[np.int16]]:
     """Ids of every utterance of a shard, in float32, in batches of like lengths."""
@@ -533,7 +553,7 @@ def tokenise(folder: Path, device: torch.device, follow: bool, idle_s: float) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("stage", choices=("train", "tokenise"))
+    parser.add_argument("stage", choices=("train", "tokenise", "recover"))
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--budget", type=float, default=240.0, help="seconds of training")
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
@@ -544,6 +564,9 @@ def main() -> None:
     torch.backends.cudnn.allow_tf32 = False  # resampling and the ids want all of float32
     if args.stage == "tokenise":
         tokenise(args.data, args.device, args.follow, args.idle)
+        return
+    if args.stage == "recover":
+        save(recovered(args.data / ONNX_FILE), args.data)
         return
     model = train(args.data, args.budget, args.device, TOY if args.toy else Plan())
     export(model, args.data, Shards(args.data))

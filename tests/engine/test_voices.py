@@ -56,6 +56,15 @@ def test_the_file_has_the_official_keys_and_shapes(tmp_path: Path) -> None:
     assert entry["prompt_text_len"].tolist() == [3]
 
 
+def test_half_mels_take_half_the_room_and_come_back_in_float32(tmp_path: Path) -> None:
+    for name, dtype in (("whole", torch.float32), ("half", torch.float16)):
+        write_voices(tmp_path / name, [voice(100)], mel_dtype=dtype)
+    whole, half = (read_voices(tmp_path / name)["ada"].mel for name in ("whole", "half"))
+    assert half.dtype == torch.float32
+    assert (tmp_path / "whole").stat().st_size - (tmp_path / "half").stat().st_size > 30_000
+    assert torch.isfinite(half).all() and half.shape == whole.shape
+
+
 def test_an_official_entry_is_read_without_our_keys(tmp_path: Path) -> None:
     write_voices(tmp_path / "spk2info.pt", [voice()])
     stored = torch.load(tmp_path / "spk2info.pt", weights_only=True)

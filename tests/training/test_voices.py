@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.training import kokoro, speaker_encoder, speech_tokenizer
+from engine.training import kokoro, onnx_export, speaker_encoder, speech_tokenizer
 from engine.training.corpus import short_texts, spread
 from engine.training.data import (
     FIRST_HELD_OUT,
@@ -80,6 +80,22 @@ def test_a_few_utterances_of_kokoro_get_their_share() -> None:
     assert shares == pytest.approx(SHARES, abs=0.03)
     assert set(drawn((0, 0, 5), draws).tolist()) == set(drawn((5, 0, 0), draws).tolist()) == set(range(5))
     assert group_sizes(np.array([0, 3, FIRST_KOKORO, FIRST_KOKORO + len(SHIPPED)])) == (2, 1, 1)
+
+
+def test_the_module_comes_back_from_its_onnx_file(tmp_path: Path) -> None:
+    pytest.importorskip("onnx")
+    torch.manual_seed(0)
+    model = speech_tokenizer.SpeechTokenizer(48, 2).eval()
+    for parameter in model.parameters():  # trained ones are never alike: the exporter keeps one of two that are
+        parameter.data = (parameter.data + 0.1 * torch.randn_like(parameter)).half().float()
+    path = tmp_path / speech_tokenizer.ONNX_FILE
+    example = (torch.randn(1, 128, 80), torch.tensor([80], dtype=torch.int32))
+    axes: tuple[dict[str, dict[int, str]], dict[str, dict[int, str]]]
+    axes = {"feats": {2: "frames"}, "feats_length": {}}, {"indices": {1: "tokens"}}
+    onnx_export.export_fp16(model, example, path, *axes)
+    assert onnx_export.compare(model, path, [example]) == 1.0
+    back = speech_tokenizer.recovered(path).state_dict()
+    assert all(torch.equal(value, back[name]) for name, value in model.state_dict().items())
 
 
 def test_the_anchor_holds_hibaris_codes_alone(tmp_path: Path) -> None:
