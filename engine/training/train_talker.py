@@ -45,13 +45,14 @@ SEGMENTS = 7
 PROMPT_TEXT, TEXT, TASK, PROMPT_SPEECH, SPEECH = 2, 3, 4, 5, 6
 TEXT_BLOCK, SPEECH_BLOCK = 5, 15
 WOVEN, SPELLED = 0.5, 0.15
-SHIPPED_LAPS, KOKORO_LAPS = 6, 2
+SHARES = (0.55, 0.25, 0.20)
+"""Of the targets, for hibari's voices, Kokoro's that ship, and all others."""
+FEW = 64
+"""Batches of an epoch from which on those that are less than a quarter full are left out."""
 VARIANTS = 5  # of each text: whole, three times broken, a word as phonemes
 LENGTHS = (96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 1024)
-PAIRED, FIXED = (
-    0.5,
-    0.3,
-)  # shares: a random prompt of the same speaker; the prompt that is served; else no speech prompt
+PAIRED, FIXED = 0.5, 0.3
+"""Shares: a random prompt of the same speaker; the prompt that is served; else no speech prompt."""
 
 
 def shape_of(vocabulary: int) -> TalkerShape:
@@ -82,14 +83,16 @@ def drop_out(talker: Talker) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """starts, lengths [B, 7]: each row's segments in the pool; free_prompt [B]: whether prompt speech counts too;
-    woven [B]: whether text and speech are interleaved."""
+    """Views of an epoch's tables on the device: starts, lengths [B, 7]: each row's segments in the pool; free_prompt
+    [B]: whether prompt speech counts too; woven [B]: whether text and speech are interleaved. The host knows the width
+    and how many places count."""
 
-    starts: NDArray[np.int64]
-    lengths: NDArray[np.int64]
-    free_prompt: NDArray[np.bool_]
-    woven: NDArray[np.bool_]
+    starts: Tensor
+    lengths: Tensor
+    free_prompt: Tensor
+    woven: Tensor
     width: int
+    num_counted: int
 
 
 class Pool:
@@ -150,10 +153,8 @@ class Pool:
         self._speaker = np.array(self.speaker, np.int64)
 
     def epoch(self, rng: np.random.Generator, tokens_a_batch: int) -> list[Batch]:
-        """Every utterance as a target, Kokoro's several times, in batches of about `tokens_a_batch` places each."""
-        is_shipped = (self._speaker >= EDGES[0]) & (self._speaker < EDGES[1])
-        laps = np.where(is_shipped, SHIPPED_LAPS, np.where(self._speaker < EDGES[0], 1, KOKORO_LAPS))
-        targets = rng.permutation(np.repeat(np.arange(len(self._speech)), laps))
+        """As many targets as there are utterances, drawn by share, in batches of about `tokens_a_batch` places each."""
+        targets = self._targets(rng)
         count = len(targets)
         segments = np.zeros((count, SEGMENTS, 2), np.int64)
         segments[:, 0] = (0, 1)
@@ -173,6 +174,18 @@ class Pool:
         is_able = (speech * TEXT_BLOCK > text * SPEECH_BLOCK) & (text >= TEXT_BLOCK)
         woven = is_able & (rng.random(count) < WOVEN)
         return self._batches(segments, free, woven, total, rng, tokens_a_batch)
+
+    def _targets(self, rng: np.random.Generator) -> NDArray[np.int64]:
+        """Each group of voices as often as its share says: all of it in turn, then all of it again."""
+        group = np.digitize(self._speaker, EDGES)
+        members = [np.flatnonzero(group == number) for number in range(len(SHARES))]
+        held = sum(share for share, rows in zip(SHARES, members, strict=True) if len(rows))
+        drawn = []
+        for share, rows in zip(SHARES, members, strict=True):
+            count = round(share / held * len(group)) if len(rows) else 0
+            laps = [rng.permutation(rows) for _ in range(-(-count // max(1, len(rows))))]
+            drawn += [lap[: count - number * len(rows)] for number, lap in enumerate(laps)]
+        return rng.permutation(np.concatenate(drawn))
 
     def _pair(self, segments: NDArray[np.int64], targets: NDArray[np.int64], chosen: NDArray[np.bool_],
               rng: np.random.Generator) -> NDArray[np.bool_]:  # fmt: skip
@@ -204,23 +217,36 @@ class Pool:
 
     def _batches(self, segments: NDArray[np.int64], free: NDArray[np.bool_], woven: NDArray[np.bool_],
                  total: NDArray[np.int64], rng: np.random.Generator, tokens_a_batch: int) -> list[Batch]:  # fmt: skip
-        batches = []
+        cuts: list[tuple[NDArray[np.int64], int]] = []
         for low, width in zip((0, *LENGTHS), LENGTHS, strict=False):
             rows = rng.permutation(np.flatnonzero((total > low) & (total <= width)))
             size = max(1, tokens_a_batch // width)
-            for part in (rows[i : i + size] for i in range(0, len(rows), size)):
-                batches.append(Batch(segments[part, :, 0], segments[part, :, 1], free[part], woven[part], width))
-        order = rng.permutation(len(batches))
-        return [
-            batches[i]
-            for i in order
-            if len(batches[i].starts) * batches[i].width * 4 > tokens_a_batch or count_small(batches)
-        ]
+            cuts += [(rows[i : i + size], width) for i in range(0, len(rows), size)]
+        if len(cuts) >= FEW:
+            cuts = [(rows, width) for rows, width in cuts if len(rows) * width * 4 > tokens_a_batch]
+        cuts = [cuts[i] for i in rng.permutation(len(cuts))]
+        order = np.concatenate([rows for rows, _ in cuts])
+        tables = (segments[order, :, 0], segments[order, :, 1], free[order], woven[order])
+        starts, lengths, frees, wovens = (torch.from_numpy(table).to(self.device) for table in tables)
+        counted = num_counted(tables[1], tables[2], tables[3])
+        batches, at = [], 0
+        for rows, width in cuts:
+            here = slice(at, at + len(rows))
+            at = here.stop
+            batches.append(
+                Batch(starts[here], lengths[here], frees[here], wovens[here], width, int(counted[here].sum()))
+            )
+        return batches
 
 
-def count_small(batches: list[Batch]) -> bool:
-    """Few batches in all (a rehearsal): keep the small ones too."""
-    return len(batches) < 64
+def num_counted(lengths: NDArray[np.int64], free: NDArray[np.bool_], woven: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """How many targets of each row count: its speech, eos, the fills amid or after it, and with `free` its prompt's."""
+    known, spoken = lengths[:, PROMPT_SPEECH], lengths[:, SPEECH]
+    text = lengths[:, PROMPT_TEXT : TEXT + 1].sum(1)
+    blocks = np.minimum(text // TEXT_BLOCK, (known + spoken) // SPEECH_BLOCK) * woven
+    given = np.minimum(blocks, known // SPEECH_BLOCK)  # blocks that end within the prompt
+    counted: NDArray[np.int64] = spoken + 1 + blocks - np.where(free, 0, given) + np.where(free, known, 0)
+    return counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,27 +295,31 @@ def assemble(pool: Tensor, batch: Batch) -> Rows:
     The target of a place is the id after it, or fill; eos comes after the speech. Pool places 0..3: sos, task, eos,
     fill.
     """
-    counted = torch.from_numpy(counted_places(batch)).to(pool.device, non_blocking=True)
-    starts, lengths, woven = (
-        torch.from_numpy(a).to(pool.device, non_blocking=True) for a in (batch.starts, batch.lengths, batch.woven)
-    )
-    segment, number, is_fill = laid(lengths, woven, batch.width)
-    place = starts.gather(1, segment.clamp(max=SEGMENTS - 1)) + number
+    segment, number, is_fill = laid(batch.lengths, batch.woven, batch.width)
+    place = batch.starts.gather(1, segment.clamp(max=SEGMENTS - 1)) + number
     ids = pool[torch.where(segment < SEGMENTS, place, 2)]
     is_speech = (segment == SPEECH) | (segment == PROMPT_SPEECH)
-    targets = torch.where(is_fill, pool[3], ids[:, 1:])
-    return Rows(ids=ids[:, :-1], targets=targets, is_speech=is_speech[:, :-1], counted=counted)
+    return Rows(
+        ids=ids[:, :-1],
+        targets=torch.where(is_fill, pool[3], ids[:, 1:]),
+        is_speech=is_speech[:, :-1],
+        counted=places(is_learnt(segment, is_fill, batch.free_prompt), batch.num_counted),
+    )
 
 
-def counted_places(batch: Batch) -> NDArray[np.int64]:
-    """Flat places whose target is speech to learn, its eos or fill; found on the host: no step waits for the device."""
-    lengths, woven, free = (torch.from_numpy(a) for a in (batch.lengths, batch.woven, batch.free_prompt))
-    segment, _, is_fill = laid(lengths, woven, batch.width)
+def is_learnt(segment: Tensor, is_fill: Tensor, free: Tensor) -> Tensor:
+    """Whether the target of a place is speech to learn, its eos or fill: [B, width]."""
     here, after = segment[:, :-1], segment[:, 1:]
-    is_learnt = (after == SPEECH) | (free[:, None] & (after == PROMPT_SPEECH))
-    is_learnt |= is_fill & ((here == SPEECH) | free[:, None])
-    is_learnt |= (here < SEGMENTS) & (after == SEGMENTS)
-    return is_learnt.flatten().nonzero().squeeze(1).numpy()
+    learnt = (after == SPEECH) | (free[:, None] & (after == PROMPT_SPEECH))
+    return learnt | (is_fill & ((here == SPEECH) | free[:, None])) | ((here < SEGMENTS) & (after == SEGMENTS))
+
+
+def places(mask: Tensor, count: int) -> Tensor:
+    """Where the flattened mask is true, `count` times; no step waits for the device, as it would to count them."""
+    flat = mask.flatten()
+    rank = torch.where(flat, flat.cumsum(0) - 1, count)
+    held = torch.zeros(count + 1, dtype=torch.long, device=flat.device)
+    return held.scatter_(0, rank, torch.arange(len(flat), device=flat.device))[:count]
 
 
 def smoothed(logits: Tensor, target: Tensor, num_codes: int, smoothing: float) -> tuple[Tensor, Tensor]:
@@ -379,6 +409,10 @@ def rehearse(talker: Talker, stage: Stage, judge: Judge) -> None:
             loss, _ = loss_of(talker, made, corrupted=CORRUPTED, smoothing=SMOOTHING, judge=judge)
         loss.backward()
         talker.zero_grad(set_to_none=True)
+        talker.eval()
+        with stage.autocast(), torch.no_grad():
+            loss_of(talker, made, corrupted=0.0, smoothing=0.0)
+        talker.train()
         stage.log.info("rehearsed %d rows of %d", rows, width)
 
 

@@ -16,9 +16,9 @@ from engine.hift import Hift
 from engine.talker import Limits, Talker
 from engine.text_stream import TextStream
 from engine.training import train_flow, train_hift, train_talker
-from engine.training.data import Shards, Utterance, write_npz, write_shard, write_tokens
+from engine.training.data import FIRST_KOKORO, SHIPPED, Shards, Utterance, write_npz, write_shard, write_tokens
 from engine.training.pace import Alarm, Budget, Ema, Stage, guarded, resume, save_half
-from engine.training.resident import Streams, Waves
+from engine.training.resident import EDGES, Streams, Waves
 from engine.training.run import Job
 from engine.training.text_ids import PRONUNCIATIONS, TOKENIZER_FOLDER, TextIds
 from engine.training.tokenizer import train_bpe
@@ -228,6 +228,28 @@ def test_the_loss_looks_at_speech_and_its_end_only(data: Path) -> None:
             talker.shape.special.eos,
             talker.shape.special.fill,
         }
+
+
+def test_places_that_count_are_found_without_counting_them(data: Path) -> None:
+    pool, _ = pool_of(data)
+    kinds = set()
+    for batch in pool.epoch(np.random.default_rng(2), 2048):
+        segment, _, is_fill = train_talker.laid(batch.lengths, batch.woven, batch.width)
+        learnt = train_talker.is_learnt(segment, is_fill, batch.free_prompt).flatten()
+        counted = train_talker.assemble(pool.ids, batch).counted
+        assert torch.equal(counted, learnt.nonzero().squeeze(1))
+        kinds |= set(zip(batch.free_prompt.tolist(), batch.woven.tolist(), strict=True))
+    assert len(kinds) == 4
+
+
+def test_each_group_of_voices_is_drawn_by_its_share(data: Path) -> None:
+    pool, _ = pool_of(data)
+    pool._speaker = np.repeat([0, FIRST_KOKORO, FIRST_KOKORO + len(SHIPPED)], [900, 30, 70])
+    drawn = np.digitize(pool._speaker[pool._targets(np.random.default_rng(0))], EDGES)
+    shares = np.bincount(drawn, minlength=3) / len(drawn)
+    np.testing.assert_allclose(shares, train_talker.SHARES, atol=0.002)
+    pool._speaker = np.zeros(50, np.int64)
+    assert sorted(pool._targets(np.random.default_rng(0)).tolist()) == list(range(50))
 
 
 # --- learning --------------------------------------------------------------------------------------------------------
