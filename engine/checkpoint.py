@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from engine.flow import Flow, FlowShape
-from engine.hift import Hift, HiftShape, fold_weight_norm
+from engine.hift import FRAME_SAMPLES, Hift, HiftShape, fold_weight_norm
 from engine.sampler import Sampling
 from engine.talker import Talker, TalkerShape
 
@@ -61,6 +61,7 @@ class Settings:
     lookahead_tokens: int = 3
     guidance: float = 0.7
     flow_head_dim: int = 64  # used only where flow.pt lacks inv_freq
+    tone_steps: int = 1  # of the vocoder's excitation in a mel frame
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -96,7 +97,7 @@ def load(folder: Path, device: torch.device | str, dtype: torch.dtype = torch.fl
         folder=folder,
         talker=load_talker(folder, device, dtype),
         flow=load_flow(folder, settings, device, dtype),
-        hift=load_hift(folder, device, dtype),
+        hift=load_hift(folder, settings, device, dtype),
         settings=settings,
         tokenizer_dir=folder / BACKBONE,
         spk2info=found(folder / "spk2info.pt"),
@@ -137,7 +138,7 @@ def load_flow(folder: Path, settings: Settings, device: torch.device, dtype: tor
     return filled(flow, state, file)
 
 
-def load_hift(folder: Path, device: torch.device, dtype: torch.dtype) -> Hift:
+def load_hift(folder: Path, settings: Settings, device: torch.device, dtype: torch.dtype) -> Hift:
     """In float32 at least; under a narrower dtype its products may be rounded on CUDA, where it warms up.
 
     Weight norm is folded on `device`, whose norms differ from other devices' in the last bits.
@@ -146,7 +147,8 @@ def load_hift(folder: Path, device: torch.device, dtype: torch.dtype) -> Hift:
     wide = torch.promote_types(dtype, torch.float32)
     state = {k: v.to(device, wide) for k, v in state.items()}
     state = measured(file, lambda: fold_weight_norm(state))
-    hift = Hift(measured(file, lambda: HiftShape.from_state(state))).to(device, wide)
+    shape = replace(measured(file, lambda: HiftShape.from_state(state)), tone_steps=settings.tone_steps)
+    hift = Hift(shape).to(device, wide)
     hift.is_exact = wide == dtype
     return filled(hift, state, file)
 
@@ -354,7 +356,10 @@ def settings_of(leaves: Leaves) -> Settings:
             )
         ),
         flow_head_dim=int(leaves.number(official.flow_head_dim, estimator + "dim_head")),
+        tone_steps=int(leaves.number(official.tone_steps, "hift.tone_steps")),
     )
+    if settings.tone_steps not in (1, FRAME_SAMPLES):
+        raise ValueError(f"hift.tone_steps is {settings.tone_steps}, expected 1 or {FRAME_SAMPLES}")
     fixed = ("sample_rate_hz", "tokens_per_second", "frames_per_token", "chunk_frames", "lookahead_tokens")
     for name in fixed:  # the models' arithmetic is built on these
         if getattr(settings, name) != getattr(official, name):

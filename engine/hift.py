@@ -51,11 +51,16 @@ class NoiseTooShort(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class HiftShape:
-    """Sizes of a vocoder: width after conv_pre and width of the F0 predictor."""
+    """Sizes of a vocoder: width after conv_pre and width of the F0 predictor.
+
+    tone_steps: how often a tone of the excitation moves in a mel frame. The official 1 makes a staircase at 50 Hz, of
+    which a small vocoder makes a hoarse whisper; with 480 the tones are sines.
+    """
 
     base: int
     f0_channels: int
     mel: int = 80
+    tone_steps: int = 1
 
     def channels(self, stage: int) -> int:
         return self.base >> (stage + 1)
@@ -348,21 +353,28 @@ class Hift(nn.Module):
         return self._load_noise(samples).to(self.device, self.dtype) @ self.m_source.l_linear.weight[0]
 
     def tones(self, f0: Tensor, phase: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Harmonic part of the excitation, constant over the samples of a frame.
+        """Harmonic part of the excitation.
 
-        f0 [B, M] Hz, phase float64 [B, 9] cycles before the first frame -> tones [B, M, 9], noise gain [B, M],
-        phase sums float64 [B, M, 9]. The sums are float64, rounded to the module's dtype before the sine, which is
-        what the reference does on CPU.
+        f0 [B, M] Hz, phase float64 [B, 9] cycles before the first frame, over 480 -> tones [B, M, P, 9] with P steps
+        a frame, noise gain [B, M], phase sums float64 [B, M, 9]. The sums are float64, rounded to the module's dtype
+        before the sine, which is what the reference does on CPU.
         """
         rank = torch.arange(1, NUM_HARMONICS + 1, device=f0.device, dtype=f0.dtype)
         cycles = ((f0[:, :, None] * rank / SAMPLE_RATE_HZ) % 1).double()
         if phase is not None:
             cycles = torch.cat((phase[:, None], cycles), dim=1)
         sums = cycles.cumsum(dim=1)[:, 0 if phase is None else 1 :]
-        sine = torch.sin(sums.to(f0.dtype) * 2 * math.pi * FRAME_SAMPLES) * SINE_GAIN
+        if self.shape.tone_steps == 1:
+            angle = (sums.to(f0.dtype) * 2 * math.pi * FRAME_SAMPLES)[:, :, None]
+        else:  # back from the end of the frame, at the frame's own frequency
+            end = ((sums * FRAME_SAMPLES) % 1).to(f0.dtype)
+            back = torch.arange(FRAME_SAMPLES - 1, -1, -1, device=f0.device, dtype=f0.dtype)
+            angle = (
+                2 * math.pi * (end[:, :, None] - back[:, None] * (f0[:, :, None] * rank / SAMPLE_RATE_HZ)[:, :, None])
+            )
         voiced = (f0 > VOICED_ABOVE_HZ).to(f0.dtype)
         gain = voiced * VOICED_NOISE + (1 - voiced) * SINE_GAIN / 3
-        return sine * voiced[:, :, None], gain, sums
+        return torch.sin(angle) * SINE_GAIN * voiced[:, :, None, None], gain, sums
 
     def source(self, f0: Tensor, noise: Tensor | None = None) -> Tensor:
         """Excitation of whole utterances: f0 [B, M] Hz -> [B, 480 M] in (-1, 1).
@@ -375,10 +387,10 @@ class Hift(nn.Module):
         return self._excite(tones, gain, noise)
 
     def _excite(self, tones: Tensor, gain: Tensor, noise: Tensor) -> Tensor:
-        """The merge is linear, so tones are merged once per frame and noise once per sample. -> [B, 480 M]."""
+        """The merge is linear, so tones are merged once per step and noise once per sample. -> [B, 480 M]."""
         merge = self.m_source.l_linear
         hiss = (noise @ merge.weight[0]).unflatten(1, (-1, FRAME_SAMPLES))  # [B or 1, M, 480]
-        return torch.tanh(torch.addcmul(merge(tones), gain[:, :, None], hiss)).flatten(1)
+        return torch.tanh(torch.addcmul(merge(tones)[..., 0], gain[:, :, None], hiss)).flatten(1)
 
     # The decoder.
 

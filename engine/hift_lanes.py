@@ -381,7 +381,7 @@ class HiftLanes:
         self.analysis = F.pad(hift.analysis, (0, WIDTH_STEP - 2 * BINS))
         self.held = self._state(build, PRE_LOOKAHEAD, self.mel_width)
         self.phase = self._state(build, NUM_HARMONICS, dtype=torch.float64)
-        self.tone = self._state(build, 2)
+        self.tone = self._state(build, hift.shape.tone_steps + 1)
         self.seam = self._state(build, self.stages[-1].alphas.shape[1])
         self.overlap = self._state(build, FFT - HOP)
         self.hiss = hift.hiss()
@@ -520,24 +520,30 @@ class HiftLanes:
         phase = self.phase[source].masked_fill_(plan.is_first[:, None], 0)
         tones, gain, sums = self.hift.tones(f0, phase)
         self.phase.index_copy_(0, target, rows_at(sums, frames - 1, 1)[:, 0])
-        pairs = torch.cat((self.hift.m_source.l_linear(tones), gain[:, :, None]), dim=2)
-        pairs = torch.cat((self.tone[source][:, None], pairs), dim=1)  # [L, N + 2, 2], from the frame before on
-        self.tone.index_copy_(0, target, rows_at(pairs, frames, 1)[:, 0])
-        spectra = self._excitation(plan, pairs).unfold(-1, FFT, HOP) @ self.analysis
+        merged = torch.cat((self.hift.m_source.l_linear(tones)[..., 0], gain[:, :, None]), dim=2)
+        merged = torch.cat((self.tone[source][:, None], merged), dim=1)  # [L, N + 2, P + 1], from the frame before on
+        self.tone.index_copy_(0, target, rows_at(merged, frames, 1)[:, 0])
+        spectra = self._excitation(plan, merged).unfold(-1, FFT, HOP) @ self.analysis
         is_before = torch.arange(spectra.shape[1], device=f0.device) < SPECTRUM_HISTORY
         mask = plan.is_first[:, None] & is_before
         return spectra.masked_fill_(mask[:, :, None], 0).to(self.pre.weight.dtype)
 
-    def _excitation(self, plan: Plan, pairs: Tensor) -> Tensor:
-        """Samples from 64 before the first frame to 8 after the last, mirrored at both ends of a wave."""
-        place = torch.arange((pairs.shape[1] - 2) * FRAME_SAMPLES + SOURCE_HISTORY + FFT // 2, device=pairs.device)
+    def _excitation(self, plan: Plan, merged: Tensor) -> Tensor:
+        """Samples from 64 before the first frame to 8 after the last, mirrored at both ends of a wave.
+
+        merged [L, N + 2, P + 1]: of each frame the P steps of its tones, and the gain of its noise.
+        """
+        place = torch.arange((merged.shape[1] - 2) * FRAME_SAMPLES + SOURCE_HISTORY + FFT // 2, device=merged.device)
         end = (plan[Field.FRAMES] * FRAME_SAMPLES + SOURCE_HISTORY)[:, None]
         is_before = plan.is_first[:, None] & (place < SOURCE_HISTORY)
         is_after = (plan[Field.IS_FINAL] > 0)[:, None] & (place >= end)
         index = torch.where(is_before, 2 * SOURCE_HISTORY - place, place)
         index = torch.where(is_after, 2 * end - 2 - place, index).clamp_(min=0)
-        frame = (index + FRAME_SAMPLES - SOURCE_HISTORY) // FRAME_SAMPLES
-        tone, gain = (pairs[:, :, part].gather(1, frame) for part in range(2))
+        sample = index + FRAME_SAMPLES - SOURCE_HISTORY
+        frame = sample // FRAME_SAMPLES
+        width = merged.shape[2]
+        step = sample % FRAME_SAMPLES * (width - 1) // FRAME_SAMPLES
+        tone, gain = (merged.flatten(1).gather(1, frame * width + part) for part in (step, width - 1))
         start = plan[Field.DECODED] * FRAME_SAMPLES - SOURCE_HISTORY
         hiss = self.hiss[(index + start[:, None]).clamp_(0, len(self.hiss) - 1)]
         return torch.tanh(torch.addcmul(tone, gain, hiss))

@@ -314,6 +314,7 @@ def test_silent_settings_are_the_official_ones(tmp_path: Path) -> None:
         ("llm: {mix_ratio: [5]}", "mix_ratio"),
         ("llm: {mix_ratio: 5}", "mix_ratio"),
         ("llm: {min_token_text_ratio: 3, max_token_text_ratio: 2}", "3.0 to 2.0"),
+        ("hift: {tone_steps: 2}", "tone_steps is 2, expected 1 or 480"),
         ("x: !!python/object/apply:os.getcwd []", "can't be read"),
         ("a: [", "can't be read"),
         ("- 1", "holds a list"),
@@ -351,6 +352,12 @@ def test_a_tensor_stored_once_under_two_names_is_found_under_both(tmp_path: Path
 
 def test_the_temperature_of_a_checkpoint_is_read(tmp_path: Path) -> None:
     assert settings_from(tmp_path, "llm:\n  sampling:\n    temperature: 0.5\n").sampling.temperature == 0.5
+
+
+def test_how_often_tones_move_is_read(folder: Path) -> None:
+    (folder / "cosyvoice3.yaml").unlink()
+    (folder / "cosyvoice3.yaml").write_text("hift: {tone_steps: 480}\n")
+    assert load(folder, "cpu").hift.shape.tone_steps == 480
 
 
 def test_the_codes_for_each_text_id_are_read(tmp_path: Path) -> None:

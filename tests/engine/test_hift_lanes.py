@@ -7,6 +7,7 @@ import gc
 import json
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from time import perf_counter
 
@@ -29,17 +30,22 @@ def error(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().max()) if a.numel() else 0.0
 
 
-def a_vocoder() -> Hift:
+def a_vocoder(tone_steps: int = 1) -> Hift:
     torch.manual_seed(3)
-    hift = Hift(SMALL, noise=torch.rand(480 * 160, 9)).double().eval().requires_grad_(False)
+    hift = (
+        Hift(replace(SMALL, tone_steps=tone_steps), noise=torch.rand(480 * 160, 9))
+        .double()
+        .eval()
+        .requires_grad_(False)
+    )
     hift.f0_predictor.classifier.bias.fill_(0.4)
     hift.f0_predictor.classifier.weight.mul_(400)  # F0 crosses the voicing threshold and moves
     return hift
 
 
-@pytest.fixture(scope="module")
-def small() -> Hift:
-    return a_vocoder()
+@pytest.fixture(scope="module", params=[1, 480], ids=["staircase", "sines"])
+def small(request: pytest.FixtureRequest) -> Hift:
+    return a_vocoder(request.param)
 
 
 def some_lanes(hift: Hift, lanes: int = 3) -> HiftLanes:
