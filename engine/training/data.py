@@ -41,10 +41,10 @@ class TeacherVoice:
 
 
 VOICES = (
-    TeacherVoice("heart", 1.0, 0.6),
-    TeacherVoice("low", 0.8, 0.2),
-    TeacherVoice("mellow", 0.88, 0.1),
-    TeacherVoice("bright", 1.12, 0.1),
+    TeacherVoice("heart", 1.0, 0.52),
+    TeacherVoice("low", 0.8, 0.3),
+    TeacherVoice("mellow", 0.88, 0.09),
+    TeacherVoice("bright", 1.12, 0.09),
 )
 """Speaker label = index here; Kokoro's follow."""
 

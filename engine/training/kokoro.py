@@ -199,15 +199,24 @@ def read_pack(path: Path) -> list[Utterance]:
 
 
 def unpack(packs: Path, data: Path, processes: int) -> None:
-    """Every pack as a shard, with the warped copies; ``unpacked`` in ``data`` when all are there."""
-    paths = sorted(packs.glob("pack-*.npz"))
+    """Every pack as a shard, with the warped copies, as it comes; ``unpacked`` in ``data`` after ``complete``."""
+    done: set[Path] = set()
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        pool.starmap(_unpack, [(path, data, FIRST_SHARD + number) for number, path in enumerate(paths)], chunksize=1)
+        while True:
+            is_last = (packs / "complete").exists()
+            fresh = sorted(set(packs.glob("pack-*.npz")) - done)
+            pool.starmap(_unpack, [(path, data) for path in fresh], chunksize=1)
+            done.update(fresh)
+            if fresh:
+                print(f"unpacked {len(done)} packs", flush=True)
+            if is_last:
+                break
+            time.sleep(1)
     (data / UNPACKED).touch()
-    print(f"unpacked {len(paths)} packs", flush=True)
 
 
-def _unpack(path: Path, data: Path, number: int) -> None:
+def _unpack(path: Path, data: Path) -> None:
+    number = FIRST_SHARD + int(path.stem.removeprefix("pack-"))
     write_shard(data, number, [copy for said in read_pack(path) for copy in at_all_rates(said)])
 
 

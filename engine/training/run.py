@@ -30,6 +30,9 @@ from engine.training.pace import logger
 ARTEFACTS = ("llm.safetensors", "flow.safetensors", "hift.safetensors", "speech_tokenizer_v3.onnx", "campplus.onnx")
 FILE_LIMIT = 15_500_000
 GRACE_S = 25.0
+LOG_GPU_S = 30.0
+READY_SHARDS, READY_PACKS = 48, 10
+"""Of hibari and of Kokoro, about seven hours and half an hour."""
 TRIES = 2
 
 
@@ -103,6 +106,7 @@ class Plan:
     hours: float
     tokenizer_s: float
     begun: float
+    is_seeded: bool = False  # earlier weights come to out/ a little later: no training begins without them
     packs: Path | None = None
     prepare_s: float = 0.0
     hift_s: float | None = None
@@ -146,10 +150,13 @@ def jobs_of(plan: Plan) -> list[Job]:
     def has_speech(least: int) -> bool:
         return is_unpacked(plan) and num_shards(least)
 
+    def is_seeded(name: str) -> bool:
+        return not plan.is_seeded or (data / "out" / f"{name}.safetensors").exists()
+
     packs = plan.packs or Path("packs")
     text_tokenizer = data / "CosyVoice-BlankEN" / "tokenizer_config.json"
     corpus = ["--corpus", str(plan.corpus)]
-    one_thread = {"OMP_NUM_THREADS": "1"}
+    one_thread, two_threads = ({"OMP_NUM_THREADS": str(count)} for count in (1, 2))
     jobs = [
         Job("teacher", [*python, "engine.training.teacher", "--hibari", str(plan.hibari), *corpus, "--data", str(data),
                         "--workers", str(plan.workers), "--hours", str(plan.hours)],
@@ -158,13 +165,14 @@ def jobs_of(plan: Plan) -> list[Job]:
             lambda: True, product=data / "CosyVoice-BlankEN" / "vocab.json"),
         Job("unpack", [*python, "engine.training.kokoro", "unpack", "--packs", str(packs), "--data", str(data),
                        "--processes", str(max(1, plan.workers // 2))],
-            lambda: (packs / "complete").exists(), environment=one_thread, product=data / UNPACKED),
+            lambda: any(packs.glob("pack-*.npz")), environment=one_thread, product=data / UNPACKED),
         Job("kokoro", [*python, "engine.training.kokoro", "read", "--kokoro", str(packs), "--hibari", str(plan.hibari),
                        *corpus, "--out", str(data), "--processes", str(plan.workers), "--leave", "4000",
                        "--first", "10000", "--until", f"{plan.start + 0.65 * (plan.deadline - plan.start):.0f}"],
             (packs / "model").exists, quiet=10, environment=one_thread,
             product=data / f"shard-{FIRST_SHARD + 10_000}.npz"),
-        Job("train_hift", plan.stage("train_hift", seconds=plan.hift_s), lambda: num_shards(6), begun=plan.begun),
+        Job("train_hift", plan.stage("train_hift", seconds=plan.hift_s), lambda: num_shards(6) and is_seeded("hift"),
+            begun=plan.begun, environment=two_threads),
         Job("speech_tokenizer", [*python, "engine.training.speech_tokenizer", "train", *where,
                                  "--budget", str(encoder_s), *few],
             lambda: has_speech(24), product=data / "speech_tokenizer.pt"),
@@ -173,8 +181,9 @@ def jobs_of(plan: Plan) -> list[Job]:
             lambda: has_speech(24), product=data / "speakers.npz"),
         Job("tokenise", [*python, "engine.training.speech_tokenizer", "tokenise", *where, "--follow"],
             (data / "speech_tokenizer.pt").exists),
-        Job("train_flow", plan.waiting_stage("train_flow"), lambda: True),
-        Job("train_talker", plan.waiting_stage("train_talker"), text_tokenizer.exists),
+        Job("train_flow", plan.waiting_stage("train_flow"), lambda: is_seeded("flow"), environment=two_threads),
+        Job("train_talker", plan.waiting_stage("train_talker"), lambda: text_tokenizer.exists() and is_seeded("llm"),
+            environment=two_threads),
     ]  # fmt: skip
     absent = plan.skipped | (frozenset() if plan.packs else {"unpack", "kokoro"})
     return [job for job in jobs if job.name not in absent]
@@ -185,12 +194,13 @@ def is_unpacked(plan: Plan) -> bool:
 
 
 def may_train(plan: Plan) -> bool:
-    """Whether the flow and the talker have what they need: speakers, and tokens of all of Kokoro and some of hibari."""
-    tokens = {path.name.removeprefix("tokens") for path in plan.data.glob("tokens-*.npz")}
-    packed = {path.name.removeprefix("shard") for path in plan.data.glob(f"shard-{FIRST_SHARD // 10_000}*.npz")}
+    """Whether the flow and the talker have what they need: speakers, and tokens of some speech of both teachers."""
+    numbers = [int(path.stem.removeprefix("tokens-")) for path in plan.data.glob("tokens-*.npz")]
+    num_kokoro = sum(number >= FIRST_SHARD for number in numbers)
     made = [plan.data / name for name in ("speech_tokenizer_v3.onnx", "speakers.npz")]
-    is_tokenised = len(tokens) >= (1 if plan.is_toy else 100) and packed <= tokens
-    return is_unpacked(plan) and is_tokenised and all(path.exists() for path in made)
+    is_some = len(numbers) - num_kokoro >= (1 if plan.is_toy else READY_SHARDS)
+    is_mixed = plan.packs is None or num_kokoro >= (1 if plan.is_toy else READY_PACKS)
+    return is_some and is_mixed and all(path.exists() for path in made)
 
 
 def supervise(plan: Plan) -> None:
@@ -201,6 +211,7 @@ def supervise(plan: Plan) -> None:
     plan.ready.unlink(missing_ok=True)
     jobs = jobs_of(plan)
     log.info("plan of %.1f minutes, %d workers, %s", plan.minutes, plan.workers, plan.device)
+    logged = time.time()
     while time.time() < plan.deadline + GRACE_S and not all(job.is_over for job in jobs):
         for job in jobs:
             job.poll(log)
@@ -209,6 +220,9 @@ def supervise(plan: Plan) -> None:
         if not plan.ready.exists() and may_train(plan):
             plan.ready.touch()
         write_status(folder, plan, jobs)
+        if time.time() > logged + LOG_GPU_S:
+            logged = time.time()
+            log.info("%s; load %.1f; %s", gpu_line(), os.getloadavg()[0], hours_line(plan.data))
         time.sleep(0.5)
         if time.time() > plan.deadline and not any(job.is_running for job in jobs):
             break
@@ -286,7 +300,7 @@ def copy_artefacts(data: Path, out: Path, *, with_tokens: bool) -> None:
             if (folder / name).exists():
                 shutil.copy(folder / name, out / name)
     with tarfile.open(out / "rest.tar.gz", "w:gz") as archive:
-        for name in ("CosyVoice-BlankEN", "prompts", "speakers.npz", "speech_tokenizer.pt", "log"):
+        for name in ("CosyVoice-BlankEN", "prompts", "speakers.npz", "log"):
             if (data / name).exists():
                 archive.add(data / name, arcname=name)
         for path in sorted((data / "out").glob("*")):
@@ -357,9 +371,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--hours", type=float, default=100.0, help="speech to make, at most")
     parser.add_argument("--tokenizer-s", type=float, default=240.0, help="training time of the speech tokenizer")
     parser.add_argument("--begun", type=float, default=0.0, help="share of the schedule that out/ went through")
-    parser.add_argument(
-        "--packs", type=Path, help="Kokoro's packs, all there with a file `complete`, and its model, with `model`"
-    )
+    parser.add_argument("--seeded", action="store_true", help="let no training begin before its weights are in out/")
+    parser.add_argument("--packs", type=Path, help="Kokoro's, until a file `complete`; its model, with a file `model`")
     parser.add_argument("--prepare-s", type=float, default=0.0, help="when the flow and the talker should have data")
     parser.add_argument("--hift-s", type=float, help="when the vocoder ends, seconds from the start")
     parser.add_argument("--skip", action="append", default=[], metavar="JOB", help="leave a job out, say train_hift")
@@ -380,8 +393,8 @@ def main(arguments: list[str] | None = None) -> None:
     supervise(Plan(
         data=given.data, device=given.device, is_toy=given.toy, start=now, deadline=now + 60 * given.minutes,
         workers=given.workers, hibari=given.hibari, corpus=given.corpus, hours=given.hours,
-        tokenizer_s=given.tokenizer_s, begun=given.begun, packs=given.packs, prepare_s=given.prepare_s,
-        hift_s=given.hift_s, skipped=frozenset(given.skip),
+        tokenizer_s=given.tokenizer_s, begun=given.begun, is_seeded=given.seeded, packs=given.packs,
+        prepare_s=given.prepare_s, hift_s=given.hift_s, skipped=frozenset(given.skip),
     ))  # fmt: skip
 
 
