@@ -1,7 +1,7 @@
-"""Discriminators of the vocoder: multi-period and multi-resolution, at half the usual width.
+"""Discriminators of the vocoder: multi-period and multi-resolution, the former at a third of the usual width.
 
-Sources: HiFi-GAN (multi-period), UnivNet (multi-resolution spectrograms). Each returns (score, features).
-B rows, S samples.
+Sources: HiFi-GAN (multi-period), UnivNet (multi-resolution spectrograms), EnCodec (complex ones, so that phases count).
+Each returns (score, features). B rows, S samples.
 """
 
 import torch
@@ -11,6 +11,8 @@ from torch.nn.utils.parametrizations import weight_norm
 
 PERIODS = (2, 3, 5, 7, 11)
 RESOLUTIONS = ((512, 128), (1024, 256), (2048, 512))
+WIDTHS = (16, 64, 192, 384, 384)  # of a period judge: all judges fit a file of 12 MiB, half as wide as the usual ones
+SPECTRUM_WIDTH = 32
 Judged = tuple[Tensor, list[Tensor]]
 
 
@@ -32,6 +34,7 @@ class PeriodJudge(nn.Module):
         """wave [B, S] -> score [B, N], features."""
         short = -wave.shape[1] % self.period
         x = F.pad(wave, (0, short), mode="reflect").view(wave.shape[0], 1, -1, self.period)
+        x = x.contiguous(memory_format=torch.channels_last)
         features = []
         for conv in self.convs:
             x = F.leaky_relu(conv(x), 0.1)
@@ -40,7 +43,7 @@ class PeriodJudge(nn.Module):
 
 
 class SpectrumJudge(nn.Module):
-    """Reads the magnitude spectrogram of one resolution."""
+    """Reads the spectrogram of one resolution: logarithm of the magnitude, compressed real and imaginary part."""
 
     def __init__(self, n_fft: int, hop: int, width: int) -> None:
         super().__init__()
@@ -48,7 +51,7 @@ class SpectrumJudge(nn.Module):
         self.register_buffer("window", torch.hann_window(n_fft), persistent=False)
         kernels = ((3, 9), (3, 9), (3, 9), (3, 9), (3, 3))
         strides = ((1, 1), (1, 2), (1, 2), (1, 2), (1, 1))
-        inputs = (1, width, width, width, width)
+        inputs = (3, width, width, width, width)
         self.convs = nn.ModuleList(
             weight_norm(nn.Conv2d(i, width, k, s, (k[0] // 2, k[1] // 2)))
             for i, k, s in zip(inputs, kernels, strides, strict=True)
@@ -57,8 +60,8 @@ class SpectrumJudge(nn.Module):
 
     def forward(self, wave: Tensor) -> Judged:
         """wave [B, S] -> score [B, N], features."""
-        spectrum = magnitude(wave, self.n_fft, self.hop, self.window)
-        x = torch.log(spectrum + 1e-3).transpose(1, 2)[:, None]  # [B, 1, frames, bins]
+        with torch.autocast(wave.device.type, enabled=False):
+            x = compressed(wave, self.n_fft, self.hop, self.window)
         features = []
         for conv in self.convs:
             x = F.leaky_relu(conv(x), 0.1)
@@ -67,19 +70,26 @@ class SpectrumJudge(nn.Module):
 
 
 class Adversaries(nn.Module):
-    """All judges; `share` scales their widths (0.5 is half of HiFi-GAN)."""
+    """All judges; `share` scales their widths."""
 
-    def __init__(self, *, share: float = 0.5) -> None:
+    def __init__(self, *, share: float = 1.0) -> None:
         super().__init__()
-        widths = tuple(max(4, int(w * share)) for w in (32, 128, 512, 1024, 1024))
-        spectra = max(4, int(32 * share))
-        self.judges = nn.ModuleList(
-            [PeriodJudge(period, widths) for period in PERIODS]
-            + [SpectrumJudge(n_fft, hop, spectra) for n_fft, hop in RESOLUTIONS]
-        )
+        widths = tuple(max(4, int(w * share)) for w in WIDTHS)
+        spectra = max(4, int(SPECTRUM_WIDTH * share))
+        judges: list[nn.Module] = [PeriodJudge(period, widths) for period in PERIODS]
+        judges += [SpectrumJudge(n_fft, hop, spectra) for n_fft, hop in RESOLUTIONS]
+        self.judges = nn.ModuleList(judges).to(memory_format=torch.channels_last)
 
     def forward(self, wave: Tensor) -> list[Judged]:
         return [judge(wave) for judge in self.judges]
+
+
+def compressed(wave: Tensor, n_fft: int, hop: int, window: Tensor) -> Tensor:
+    """STFT of wave [B, S] as a picture [B, 3, frames, bins]: log |X|, and X |X|^-0.7 in two parts."""
+    spectrum = torch.view_as_real(torch.stft(wave.float(), n_fft, hop, window=window, return_complex=True))
+    power = spectrum.square().sum(-1) + 1e-6
+    picture = torch.cat((power.log()[..., None] / 2, spectrum * power[..., None] ** -0.35), dim=-1)
+    return picture.permute(0, 3, 2, 1).contiguous(memory_format=torch.channels_last)
 
 
 def magnitude(wave: Tensor, n_fft: int, hop: int, window: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from engine.frontend import Tokenizer
 from engine.sampler import Sampling
 from engine.talker import TalkerShape
 from engine.training.onnx_export import shorten
+from engine.training.train_hift import SHAPE
 from engine.training.train_talker import shape_of
 from engine.voices import Voice, write_voices
 
@@ -33,6 +34,9 @@ token_frame_rate: 25
 token_mel_ratio: 2
 # Ids that the speech tokenizer gives to silence: {note}
 silent_tokens: {silent}
+hift:
+  # The official staircase carries no pitch; of sines a small vocoder makes a voice.
+  tone_steps: {tone_steps}
 llm:
   mix_ratio: [5, 15]
   sampling:
@@ -117,7 +121,9 @@ def export(run: Path, out: Path, *, hours: float, only: list[str]) -> None:
     write_voices(out / "spk2info.pt", voices, mel_dtype=torch.float16)
     # Dropping frames of true silence is harmless, dropping speech is not: an empty list keeps every token.
     note = f"none are dropped; silence reads as {silence_ids(conditioner)[:12]}"
-    (out / "cosyvoice3.yaml").write_text(SETTINGS.format(note=note, silent="[]", sampling=SAMPLING))
+    (out / "cosyvoice3.yaml").write_text(
+        SETTINGS.format(note=note, silent="[]", sampling=SAMPLING, tone_steps=SHAPE.tone_steps)
+    )
     (out / "README.md").write_text(model_card([v.name for v in voices], hours))
     load(out, "cpu")
     sizes = {path.name: path.stat().st_size for path in sorted(out.rglob("*")) if path.is_file()}

@@ -1,13 +1,16 @@
 """Train the vocoder: spectral losses at first, then adversarially, on true mels.
 
 Crops begin with empty contexts, as serving does; the loss looks at the middle of a crop, but for those that begin or
-end with their utterance. The excitation follows the teacher's F0 for the first minutes and the predicted F0 after.
+end with their utterance. The excitation follows the teacher's F0 in ever fewer rows, the predicted one in the others.
+A step is several thousand small kernels, so on CUDA it is captured once and replayed.
 
 B rows, F mel frames of 20 ms, S = 480 F samples.
 """
 
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import astuple
 
 import torch
 from torch import Tensor, nn
@@ -23,20 +26,22 @@ from engine.training.pace import (
     Stage,
     Ticker,
     guarded,
-    optimiser,
     resume,
     run_stage,
     save_half,
-    set_rate,
     stage_from_arguments,
 )
 from engine.training.resident import Crops, Waves
 
-SHAPE = HiftShape(base=128, f0_channels=128)
-FRAMES, JUDGED = 60, 50
+SHAPE = HiftShape(base=128, f0_channels=128, tone_steps=FRAME_SAMPLES)
+FRAMES, JUDGED = 32, 24
+ROWS = 32
 MEL_WEIGHT, STFT_WEIGHT, MATCH_WEIGHT, PITCH_WEIGHT = 45.0, 2.0, 2.0, 1.0
 PLAIN = 0.1  # share of the budget before the judges join
-TEACHER_PITCH = 0.06  # share of the budget that takes its excitation from the teacher
+TEACHER_PITCH = 0.3  # share of the budget in which some rows take their excitation from the teacher
+PEAK_RATE, FLOOR_RATE = 4e-4, 1e-5
+JUDGES = "judges.safetensors"
+Losses = dict[str, Tensor]
 RESOLUTIONS = ((512, 128), (1024, 256), (2048, 512))
 
 
@@ -101,61 +106,104 @@ class Trainer:
 
     def __init__(self, stage: Stage, hift: Hift, spectra: Spectra) -> None:
         self.stage, self.hift, self.spectra = stage, hift, spectra
-        self.judges = Adversaries(share=0.05 if stage.is_toy else 0.5).to(stage.device)
+        self.judges = Adversaries(share=0.1 if stage.is_toy else 1.0).to(stage.device)
+        self.by_teacher = torch.zeros((), device=stage.device)  # share of rows that take the teacher's F0
         slow = [p for n, p in hift.named_parameters() if not n.startswith("f0_predictor.")]
         pitch_body = [p for n, p in hift.named_parameters() if n.startswith("f0_predictor.condnet")]
         pitch_head = [p for n, p in hift.named_parameters() if n.startswith("f0_predictor.classifier")]
-        groups: list[dict[str, object]] = [
-            {"params": slow, "scale": 1.0},
-            {"params": pitch_body, "scale": 2.0},
-            {"params": pitch_head, "scale": 10.0},
-        ]
-        self.making = optimiser(groups, (0.8, 0.99), 1e-3, stage.device)
-        self.judging = optimiser(list(self.judges.parameters()), (0.8, 0.99), 1e-3, stage.device)
+        self.making = self._optimiser({1.0: slow, 2.0: pitch_body, 10.0: pitch_head})
+        self.judging = self._optimiser({1.0: list(self.judges.parameters())})
 
-    def make(self, crops: Crops, *, by_teacher: bool) -> tuple[Tensor, Tensor]:
+    def _optimiser(self, by_scale: dict[float, list[nn.Parameter]]) -> torch.optim.AdamW:
+        """Rates are tensors: a captured step reads them anew."""
+        is_cuda = self.stage.device.type == "cuda"
+        groups = [
+            {"params": params, "scale": scale, "lr": torch.tensor(0.0, device=self.stage.device)}
+            for scale, params in by_scale.items()
+        ]
+        return torch.optim.AdamW(groups, betas=(0.8, 0.99), weight_decay=1e-3, fused=is_cuda, capturable=is_cuda)
+
+    def pace(self, rate: float, by_teacher: float) -> None:
+        """Learning rate and share of the teacher's F0 from the next step on."""
+        self.by_teacher.fill_(by_teacher)
+        for group in (*self.making.param_groups, *self.judging.param_groups):
+            group["lr"].fill_(rate * group["scale"])
+
+    def make(self, crops: Crops) -> tuple[Tensor, Tensor]:
         """Judged part of the generated wave [B, S'] and the pitch loss."""
         mel = noisy(crops.mel)
         guess = self.hift.f0(mel, dtype=torch.float32)
         away = crops.first_frame[:, None] + JUDGED  # the look-ahead of the last frames is not there unless the end is
         counted = torch.arange(FRAMES, device=mel.device) < away
         loss = pitch_loss(guess * counted, crops.f0 * counted)
-        f0 = crops.f0 if by_teacher else guess.detach()
+        is_given = torch.rand(len(mel), 1, device=mel.device) < self.by_teacher
+        f0 = torch.where(is_given, crops.f0, guess.detach())
         return cut(voice(self.hift, mel, f0), crops.first_frame), loss
 
-    def step(self, crops: Crops, *, by_teacher: bool, is_judged: bool) -> dict[str, Tensor]:
+    def step(self, crops: Crops, *, is_judged: bool) -> Losses:
+        """One step of the generator and, with judges, of them too: both from one look of the judges at the waves."""
         real = cut(crops.wave, crops.first_frame)
-        fake, pitch_term = self.make(crops, by_teacher=by_teacher)
+        fake, pitch_term = self.make(crops)
         losses = {"pitch": pitch_term, "mel": self.spectra.mel(fake, real), "stft": self.spectra.stft(fake, real)}
         total = PITCH_WEIGHT * losses["pitch"] + MEL_WEIGHT * losses["mel"] + STFT_WEIGHT * losses["stft"]
         if is_judged:
-            losses["judge"] = self._judge(real, fake.detach())
-            self.judges.requires_grad_(False)
-            with self.stage.autocast():
-                with torch.no_grad():
-                    reals = self.judges(real)
-                fakes = self.judges(fake)
-            self.judges.requires_grad_(True)
+            # A captured step must not keep casts of weights from an earlier one; their norms are taken once.
+            with self.stage.autocast(), nn.utils.parametrize.cached():
+                torch.set_autocast_cache_enabled(False)
+                reals, fakes = self.judges(real), self.judges(fake)
+            losses["judge"] = judge_loss(reals, fakes)
             losses["fool"], losses["match"] = fooling_loss(fakes), matching_loss(reals, fakes)
             total = total + losses["fool"] + MATCH_WEIGHT * losses["match"]
-        self.making.zero_grad(set_to_none=True)
-        total.backward()
-        losses["norm"] = nn.utils.clip_grad_norm_(self.hift.parameters(), 500.0)
-        self.making.step()
-        return losses
+            self._learn(self.judging, losses["judge"], 50.0, more=True)
+        losses["norm"] = self._learn(self.making, total, 500.0)
+        return {name: loss.detach() for name, loss in losses.items()}
 
-    def _judge(self, real: Tensor, fake: Tensor) -> Tensor:
-        with self.stage.autocast():
-            both = self.judges(torch.cat([real, fake]))
-        half = len(real)
-        reals = [(score[:half], []) for score, _ in both]
-        fakes = [(score[half:], []) for score, _ in both]
-        loss = judge_loss(reals, fakes)  # type: ignore[arg-type]
-        self.judging.zero_grad(set_to_none=True)
-        loss.backward()
-        nn.utils.clip_grad_norm_(self.judges.parameters(), 50.0)
-        self.judging.step()
-        return loss
+    def _learn(self, opt: torch.optim.AdamW, loss: Tensor, limit: float, *, more: bool = False) -> Tensor:
+        """Gradients of an optimiser's own parameters, and their step -> the norm. `more`: another loss follows."""
+        params = [p for group in opt.param_groups for p in group["params"]]
+        opt.zero_grad(set_to_none=True)
+        loss.backward(inputs=params, retain_graph=more)
+        norm = nn.utils.clip_grad_norm_(params, limit)
+        opt.step()
+        return norm
+
+
+def captured(trainer: Trainer, example: Crops, *, is_judged: bool) -> Callable[[Crops], Losses]:
+    """The step as one graph over fixed crops. Three steps are taken on the way."""
+    fixed = Crops(*(value.clone() for value in astuple(example)))
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            trainer.step(fixed, is_judged=is_judged)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        losses = trainer.step(fixed, is_judged=is_judged)
+
+    def replay(crops: Crops) -> Losses:
+        for held, value in zip(astuple(fixed), astuple(crops), strict=True):
+            held.copy_(value)
+        graph.replay()
+        return {name: loss.clone() for name, loss in losses.items()}
+
+    return replay
+
+
+def stepper(trainer: Trainer, example: Crops, *, is_judged: bool) -> Callable[[Crops], Losses]:
+    """The captured step; on the CPU, or where capture fails, the step as it is."""
+
+    def eager(crops: Crops) -> Losses:
+        return trainer.step(crops, is_judged=is_judged)
+
+    if trainer.stage.device.type != "cuda":
+        return eager
+    log, began = trainer.stage.log, time.perf_counter()
+    made = guarded(lambda: captured(trainer, example, is_judged=is_judged), 90, log, "capturing the step")
+    if made is None:
+        return eager
+    log.info("captured the step, is_judged %s, in %.1f s", is_judged, time.perf_counter() - began)
+    return made  # type: ignore[return-value]
 
 
 def wait_for_shards(stage: Stage, waves: Waves, least: int) -> Shards:
@@ -194,43 +242,49 @@ def fuse(hift: Hift, stage: Stage) -> None:
 
 
 def train(stage: Stage) -> None:
-    """Train until the deadline; EMA to out/hift.safetensors."""
+    """Train until the deadline; EMA to out/hift.safetensors, the judges beside it for the next time."""
     torch.backends.cuda.matmul.allow_tf32 = False  # the small transforms end in the wave; the convolutions may
     hift = Hift(SHAPE).to(stage.device)
     initialise(hift)
-    resumed = resume(hift, stage.out / "hift.safetensors", stage.log)
+    is_resumed = resume(hift, stage.out / "hift.safetensors", stage.log)
     waves = Waves(stage.device, frames=FRAMES, judged=JUDGED, hours=0.2 if stage.is_toy else 60.0)
     shards = wait_for_shards(stage, waves, 8 if stage.is_toy else 1000)
     if stage.compile:
         fuse(hift, stage)
     trainer = Trainer(stage, hift, Spectra(stage.device))
+    is_met = resume(trainer.judges, stage.out / JUDGES, stage.log)
     ema = Ema(hift, 0.999)
     ticker = Ticker(stage.log, stage.budget)
     saved = refreshed = stage.budget.clock()
-    rows = 2 if stage.is_toy else 32
+    rows = 2 if stage.is_toy else ROWS
+    step, was_judged = None, False
     while not stage.budget.is_over:
-        spent = stage.budget.spent
-        rate = stage.budget.rate(ticker.total_steps, peak=4e-4, floor=1e-5)
-        set_rate(trainer.making, rate)
-        set_rate(trainer.judging, rate)
-        is_judged = spent > PLAIN and (not resumed or ticker.total_steps > 100)
-        losses = trainer.step(waves.crops(rows), by_teacher=spent < TEACHER_PITCH, is_judged=is_judged)
+        spent, num_steps = stage.budget.spent, ticker.total_steps
+        rate = stage.budget.rate(num_steps, peak=PEAK_RATE, floor=FLOOR_RATE)
+        trainer.pace(rate, max(0.0, 1 - spent / TEACHER_PITCH))
+        crops = waves.crops(rows)
+        is_judged = is_met or (spent > PLAIN and (not is_resumed or num_steps > 100))
+        if step is None or is_judged != was_judged:
+            step, was_judged = stepper(trainer, crops, is_judged=is_judged), is_judged
+        losses = step(crops)
         ema.update()
         logged = ticker.add(**losses)
         if logged and stage.budget.clock() - saved > SAVE_EVERY_S:
-            save(hift, ema, stage)
+            save(trainer, ema)
             saved = stage.budget.clock()
         if logged and stage.budget.clock() - refreshed > 30:
             refreshed = stage.budget.clock()
             if shards.refresh():
                 waves.take(shards)
                 stage.log.info("now %d utterances", len(waves))
-    save(hift, ema, stage)
+    save(trainer, ema)
 
 
-def save(hift: Hift, ema: Ema, stage: Stage) -> None:
+def save(trainer: Trainer, ema: Ema) -> None:
+    out = trainer.stage.out
     with ema.applied():
-        save_half(stage.out / "hift.safetensors", hift.state_dict())
+        save_half(out / "hift.safetensors", trainer.hift.state_dict())
+    save_half(out / JUDGES, trainer.judges.state_dict())
 
 
 if __name__ == "__main__":
