@@ -27,7 +27,8 @@ from engine.training.data import Shards
 from engine.training.kokoro import FIRST_SHARD, UNPACKED
 from engine.training.pace import logger
 
-ARTEFACTS = ("llm.safetensors", "flow.safetensors", "hift.safetensors", "speech_tokenizer_v3.onnx", "campplus.onnx")
+MODELS = ("llm.safetensors", "flow.safetensors", "hift.safetensors", "judges.safetensors")
+ARTEFACTS = (*MODELS, "speech_tokenizer_v3.onnx", "campplus.onnx")
 FILE_LIMIT = 15_500_000
 GRACE_S = 25.0
 LOG_GPU_S = 30.0
@@ -121,6 +122,9 @@ class Plan:
         """The file that says that the flow and the talker have data."""
         return self.data / "ready"
 
+    def has_seed(self, name: str) -> bool:
+        return not self.is_seeded or (self.data / "out" / f"{name}.safetensors").exists()
+
     def stage(self, module: str, *more: str, seconds: float | None = None) -> list[str]:
         deadline = self.deadline if seconds is None else min(self.deadline, self.start + seconds)
         command = [sys.executable, "-m", f"engine.training.{module}", "--data", str(self.data), "--device", self.device]
@@ -150,9 +154,6 @@ def jobs_of(plan: Plan) -> list[Job]:
     def has_speech(least: int) -> bool:
         return is_unpacked(plan) and num_shards(least)
 
-    def is_seeded(name: str) -> bool:
-        return not plan.is_seeded or (data / "out" / f"{name}.safetensors").exists()
-
     packs = plan.packs or Path("packs")
     text_tokenizer = data / "CosyVoice-BlankEN" / "tokenizer_config.json"
     corpus = ["--corpus", str(plan.corpus)]
@@ -167,11 +168,12 @@ def jobs_of(plan: Plan) -> list[Job]:
                        "--processes", str(max(1, plan.workers // 2))],
             lambda: any(packs.glob("pack-*.npz")), environment=one_thread, product=data / UNPACKED),
         Job("kokoro", [*python, "engine.training.kokoro", "read", "--kokoro", str(packs), "--hibari", str(plan.hibari),
-                       *corpus, "--out", str(data), "--processes", str(plan.workers), "--leave", "4000",
-                       "--first", "10000", "--until", f"{plan.start + 0.65 * (plan.deadline - plan.start):.0f}"],
-            (packs / "model").exists, quiet=10, environment=one_thread,
+                       *corpus, "--out", str(data), "--processes", str(max(1, plan.workers * 2 // 3)),
+                       "--leave", "62000", "--first", "10000",
+                       "--until", f"{plan.start + 0.65 * (plan.deadline - plan.start):.0f}"],
+            (packs / "model").exists, quiet=15, environment=one_thread,
             product=data / f"shard-{FIRST_SHARD + 10_000}.npz"),
-        Job("train_hift", plan.stage("train_hift", seconds=plan.hift_s), lambda: num_shards(6) and is_seeded("hift"),
+        Job("train_hift", plan.stage("train_hift", seconds=plan.hift_s), lambda: num_shards(6) and plan.has_seed("hift"),
             begun=plan.begun, environment=two_threads),
         Job("speech_tokenizer", [*python, "engine.training.speech_tokenizer", "train", *where,
                                  "--budget", str(encoder_s), *few],
@@ -179,11 +181,10 @@ def jobs_of(plan: Plan) -> list[Job]:
         Job("speaker_encoder", [*python, "engine.training.speaker_encoder", *where,
                                 "--budget", str(min(0.7 * encoder_s, 90.0)), *few],
             lambda: has_speech(24), product=data / "speakers.npz"),
-        Job("tokenise", [*python, "engine.training.speech_tokenizer", "tokenise", *where, "--follow"],
+        Job("tokenise", [*python, "engine.training.speech_tokenizer", "tokenise", *where, "--follow", "--idle", "240"],
             (data / "speech_tokenizer.pt").exists),
-        Job("train_flow", plan.waiting_stage("train_flow"), lambda: is_seeded("flow"), environment=two_threads),
-        Job("train_talker", plan.waiting_stage("train_talker"), lambda: text_tokenizer.exists() and is_seeded("llm"),
-            environment=two_threads),
+        Job("train_flow", plan.waiting_stage("train_flow"), lambda: True, environment=two_threads),
+        Job("train_talker", plan.waiting_stage("train_talker"), text_tokenizer.exists, environment=two_threads),
     ]  # fmt: skip
     absent = plan.skipped | (frozenset() if plan.packs else {"unpack", "kokoro"})
     return [job for job in jobs if job.name not in absent]
@@ -194,13 +195,14 @@ def is_unpacked(plan: Plan) -> bool:
 
 
 def may_train(plan: Plan) -> bool:
-    """Whether the flow and the talker have what they need: speakers, and tokens of some speech of both teachers."""
+    """Whether the flow and the talker have what they need: earlier weights, speakers, some tokens of both teachers."""
     numbers = [int(path.stem.removeprefix("tokens-")) for path in plan.data.glob("tokens-*.npz")]
     num_kokoro = sum(number >= FIRST_SHARD for number in numbers)
     made = [plan.data / name for name in ("speech_tokenizer_v3.onnx", "speakers.npz")]
     is_some = len(numbers) - num_kokoro >= (1 if plan.is_toy else READY_SHARDS)
     is_mixed = plan.packs is None or num_kokoro >= (1 if plan.is_toy else READY_PACKS)
-    return is_some and is_mixed and all(path.exists() for path in made)
+    is_ready = plan.has_seed("flow") and plan.has_seed("llm") and all(path.exists() for path in made)
+    return is_some and is_mixed and is_ready
 
 
 def supervise(plan: Plan) -> None:
@@ -224,7 +226,7 @@ def supervise(plan: Plan) -> None:
             logged = time.time()
             log.info("%s; load %.1f; %s", gpu_line(), os.getloadavg()[0], hours_line(plan.data))
         time.sleep(0.5)
-        if time.time() > plan.deadline and not any(job.is_running for job in jobs):
+        if time.time() > plan.deadline and not any(job.is_running and job.is_scheduled for job in jobs):
             break
     for job in jobs:
         job.stop()

@@ -113,7 +113,6 @@ def train(stage: Stage) -> None:
     """Train until the deadline; EMA to out/flow.safetensors."""
     flow = Flow(SHAPE).to(stage.device)
     initialise(flow)
-    resume(flow, stage.out / "flow.safetensors", stage.log)
     if stage.device.type == "cuda":
         for conv in (
             flow.estimator.input_embed.conv_pos_embed.conv1[0],
@@ -123,6 +122,7 @@ def train(stage: Stage) -> None:
     fuse_layers(stage, flow.estimator.transformer_blocks)
     rehearse(flow, stage)
     stage.wait()
+    resume(flow, stage.out / "flow.safetensors", stage.log)
     speakers = trained_vectors(stage)
     shards = Shards(stage.data)
     streams = Streams(stage.device, len(speakers))

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from engine.talker import Talker, TalkerShape
 from engine.training import text_ids
-from engine.training.data import Shards
+from engine.training.data import FIRST_HELD_OUT, Shards
 from engine.training.pace import (
     SAVE_EVERY_S,
     Ema,
@@ -45,7 +45,7 @@ SEGMENTS = 7
 PROMPT_TEXT, TEXT, TASK, PROMPT_SPEECH, SPEECH = 2, 3, 4, 5, 6
 TEXT_BLOCK, SPEECH_BLOCK = 5, 15
 WOVEN, SPELLED = 0.5, 0.15
-SHARES = (0.55, 0.25, 0.20)
+SHARES = (0.58, 0.17, 0.25)
 """Of the targets, for hibari's voices, Kokoro's that ship, and all others."""
 FEW = 64
 """Batches of an epoch from which on those that are less than a quarter full are left out."""
@@ -317,7 +317,7 @@ def is_learnt(segment: Tensor, is_fill: Tensor, free: Tensor) -> Tensor:
 def places(mask: Tensor, count: int) -> Tensor:
     """Where the flattened mask is true, `count` times; no step waits for the device, as it would to count them."""
     flat = mask.flatten()
-    rank = torch.where(flat, flat.cumsum(0) - 1, count)
+    rank = torch.where(flat, flat.cumsum(0) - 1, count).clamp(max=count)
     held = torch.zeros(count + 1, dtype=torch.long, device=flat.device)
     return held.scatter_(0, rank, torch.arange(len(flat), device=flat.device))[:count]
 
@@ -363,29 +363,32 @@ def export(talker: Talker) -> dict[str, Tensor]:
     return {name: value for name, value in talker.state_dict().items() if name != "llm_decoder.weight"}
 
 
-def held_out(pool: Pool, shards: Shards, limit: int) -> Pool | None:
-    """The held-out utterances as a pool of their own."""
-    rows = [i for i in shards.held_out if shards.is_tokenised(i)][:limit]
-    if not rows:
-        return None
-    apart = Pool(pool.texts, pool.offset, pool.device)
-    view = Shards(shards.folder)
-    view.train = rows
-    return apart if apart.take(view) else None
+def held_out(pool: Pool, shards: Shards, limit: int) -> dict[str, Pool]:
+    """The held-out utterances as pools of their own: those of voices that are trained, and those of no other."""
+    rows: dict[str, list[int]] = {"trained voices": [], "new voices": []}
+    for i in filter(shards.is_tokenised, shards.held_out):
+        rows["new voices" if shards.utterance(i).speaker >= FIRST_HELD_OUT else "trained voices"].append(i)
+    apart = {}
+    for name, some in rows.items():
+        view = Shards(shards.folder)
+        view.train = some[:limit]
+        held = Pool(pool.texts, pool.offset, pool.device)
+        if held.take(view):
+            apart[name] = held
+    return apart
 
 
 @torch.no_grad()
-def evaluate(talker: Talker, ema: Ema, apart: Pool, stage: Stage, tokens: int) -> tuple[float, float]:
-    """Unsmoothed cross entropy and accuracy of the averaged weights on the held-out sentences."""
+def evaluate(talker: Talker, ema: Ema, apart: dict[str, Pool], stage: Stage, tokens: int) -> None:
+    """Log the unsmoothed cross entropy and accuracy of the averaged weights on the held-out sentences."""
     talker.eval()
     with ema.applied(), stage.autocast():
-        results = [
-            torch.stack(loss_of(talker, assemble(apart.ids, batch), corrupted=0.0, smoothing=0.0))
-            for batch in apart.epoch(np.random.default_rng(0), tokens)[:8]
-        ]
+        for name, pool in apart.items():
+            batches = pool.epoch(np.random.default_rng(0), tokens)[:8]
+            results = [loss_of(talker, assemble(pool.ids, b), corrupted=0.0, smoothing=0.0) for b in batches]
+            entropy, accuracy = torch.stack([torch.stack(result) for result in results]).mean(0).tolist()
+            stage.log.info("held out, %s: cross entropy %.4f accuracy %.4f", name, entropy, accuracy)
     talker.train()
-    mean = torch.stack(results).mean(0).tolist()
-    return mean[0], mean[1]
 
 
 def fix_prompts(pool: Pool, stage: Stage) -> None:
@@ -421,12 +424,12 @@ def train(stage: Stage) -> None:
     texts = text_ids.TextIds(stage.data)
     talker = Talker(shape_of(texts.vocabulary)).to(stage.device)
     initialise(talker)
-    resume(talker, stage.out / "llm.safetensors", stage.log)
     drop_out(talker)
     fuse_layers(stage, talker.decoder.layers)
     judge = torch.compile(smoothed, dynamic=True) if stage.compile else smoothed
     rehearse(talker, stage, judge)
     stage.wait()
+    resume(talker, stage.out / "llm.safetensors", stage.log)
     ema = Ema(talker, 0.999)
     opt = optimiser(decayed(talker, 0.05), (0.9, 0.98), 0.05, stage.device)  # type: ignore[arg-type]
     shards = Shards(stage.data)
@@ -456,10 +459,7 @@ def train(stage: Stage) -> None:
             if logged and now - saved > SAVE_EVERY_S:
                 save(talker, ema, stage)
                 saved = now
-                if apart is not None:
-                    stage.log.info(
-                        "held out: cross entropy %.4f accuracy %.4f", *evaluate(talker, ema, apart, stage, tokens)
-                    )
+                evaluate(talker, ema, apart, stage, tokens)
             if stage.budget.is_over:
                 break
         if stage.budget.clock() - refreshed > 45 and stage.budget.spent < 0.75:
@@ -470,8 +470,7 @@ def train(stage: Stage) -> None:
             if more := pool.take(shards):
                 stage.log.info("took %d more utterances", more)
     save(talker, ema, stage)
-    if apart is not None:
-        stage.log.info("final held out: cross entropy %.4f accuracy %.4f", *evaluate(talker, ema, apart, stage, tokens))
+    evaluate(talker, ema, apart, stage, tokens)
 
 
 def save(talker: Talker, ema: Ema, stage: Stage) -> None:
