@@ -18,7 +18,7 @@ from engine.text_stream import TextStream
 from engine.training import train_flow, train_hift, train_talker
 from engine.training.data import FIRST_KOKORO, SHIPPED, Shards, Utterance, write_npz, write_shard, write_tokens
 from engine.training.pace import Alarm, Budget, Ema, Stage, guarded, resume, save_half
-from engine.training.resident import EDGES, Streams, Waves
+from engine.training.resident import EDGES, Streams, Waves, heard_pitch
 from engine.training.run import Job
 from engine.training.text_ids import PRONUNCIATIONS, TOKENIZER_FOLDER, TextIds
 from engine.training.tokenizer import train_bpe
@@ -116,6 +116,19 @@ def test_crops_carry_the_mel_and_the_pitch_of_their_wave(data: Path) -> None:
     assert set(crops.first_frame.tolist()) <= {0, 5, 10}
     voiced = crops.f0[crops.f0 > 0]
     assert len(voiced) and voiced.min() > 90
+
+
+def test_the_pitch_of_a_crop_is_the_one_that_is_heard() -> None:
+    turns = torch.arange(720 * 2 + 480 * 10)[None] * torch.tensor([[203.0], [118.0], [0.0]]) / 24_000
+    wave = sum(torch.sin(2 * torch.pi * k * turns) / k for k in range(1, 11)) * 0.1
+    wave[2] = torch.randn(wave.shape[1], generator=torch.Generator().manual_seed(0))
+    asked = torch.tensor([[196.0], [120.0], [150.0]]).repeat(1, 10)
+    asked[0, 4] = 0
+    found = heard_pitch(wave, asked)
+    want = torch.tensor([[203.0], [118.0]]).repeat(1, 10)
+    want[0, 4] = 0
+    torch.testing.assert_close(found[:2], want, atol=0.6, rtol=0)
+    assert torch.equal(found[2], asked[2])
 
 
 def test_streams_pair_each_token_with_its_two_frames(data: Path) -> None:
