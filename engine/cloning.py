@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
-FRONT_END = 1  # grows when a feature, the normaliser or the prompt's form changes: kept voices are made anew then
+FRONT_END = 2  # grows when a feature, the normaliser or the prompt's form changes: kept voices are made anew then
 WAITING = 8  # recordings that may wait for their turn; the next is refused
 BUSY_AFTER_MS = 2_000
 PATIENCE_S = 180.0  # for one recording: the release's tokenizer takes seconds on a slow core, and its load longer

@@ -2,6 +2,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -172,6 +173,29 @@ def test_text_with_both_marks_is_the_callers_own_assembly() -> None:
 
 def test_control_tokens_pass_through_normalisation() -> None:
     assert normalise("[breath] 5 [AA0] <strong>6</strong>") == "[breath] five [AA0] <strong>six</strong>"
+
+
+@given(st.text(alphabet="a1 ,", max_size=400))
+def test_the_grammar_is_given_parts_that_are_soon_read(text: str) -> None:
+    parts = frontend._GRAMMAR_PART.findall(text)
+    assert "".join(parts) == text
+    assert all(len(part) <= 100 for part in parts)
+    assert all(part[-1] == " " or len(part) == 100 for part in parts[:-1])
+
+
+LONG_RUNS = {
+    "marks": "a" + "\u0301\u0316" * 30_000,
+    "spaces": "a" + " " * 60_000 + "b",
+    "commas": "好" + "，" * 60_000 + "好",
+    "openers": "**a " * 15_000,
+}
+
+
+@pytest.mark.parametrize("text", LONG_RUNS.values(), ids=LONG_RUNS)
+def test_no_run_of_one_character_holds_up_the_others(text: str) -> None:
+    start = time.process_time()
+    normalise(text, "de")
+    assert time.process_time() - start < 2.5
 
 
 @pytest.mark.parametrize(
