@@ -22,11 +22,11 @@ from torchaudio.functional import resample  # type: ignore[import-untyped]
 
 from engine.decoding import (
     MAX_FILE_BYTES,
-    MAX_RATE_HZ,
     MAX_SECONDS,
-    MIN_RATE_HZ,
     MIN_SECONDS,
+    MODEL_RATES_HZ,
     BadVoice,
+    check_rate,
     decode,
 )
 from engine.frontend import END_OF_PROMPT, has_speech
@@ -35,8 +35,7 @@ from engine.voices import Voice
 if TYPE_CHECKING:
     from engine.frontend import Tokenizer
 
-MEL_RATE_HZ = 24_000
-TOKEN_RATE_HZ = 16_000
+TOKEN_RATE_HZ, MEL_RATE_HZ = MODEL_RATES_HZ
 MEL_MARGIN = 720  # samples that a mel frame reads on either side of its 480
 SILENCE_DBFS = -60.0
 CHARS_PER_SECOND = 40.0  # of a transcript: twice as fast as anybody speaks
@@ -175,8 +174,7 @@ def load_audio(source: Path | str | bytes) -> Recording:
 def check_recording(recording: Recording) -> None:
     """Raise BadVoice unless the recording can condition a voice."""
     wave, seconds = recording.wave, recording.seconds
-    if not MIN_RATE_HZ <= recording.rate_hz <= MAX_RATE_HZ:
-        raise BadVoice(f"the sample rate is {recording.rate_hz} Hz; {MIN_RATE_HZ} to {MAX_RATE_HZ} Hz are accepted")
+    check_rate(recording.rate_hz)
     if not MIN_SECONDS <= seconds <= MAX_SECONDS:
         raise BadVoice(f"the recording lasts {_seconds(seconds)}; {MIN_SECONDS:g} to {MAX_SECONDS:g} s are accepted")
     if not bool(torch.isfinite(wave).all()):

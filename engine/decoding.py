@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import math
 import os
 import resource
 import struct
@@ -23,6 +24,8 @@ Floats = npt.NDArray[np.float32]
 
 MIN_SECONDS, MAX_SECONDS = 3.0, 30.0
 MIN_RATE_HZ, MAX_RATE_HZ = 16_000, 192_000
+MODEL_RATES_HZ = (16_000, 24_000)
+MAX_TAPS = 1 << 24  # of a filter from one rate to another; those of 16,001 Hz to 24,000 Hz would fill 3 GB
 MAX_CHANNELS = 8
 MAX_FILE_BYTES = 10 << 20
 BLOCK_FRAMES = 1 << 16  # decoded at once, so that many channels take no more memory than one
@@ -78,10 +81,18 @@ def check_container(data: bytes) -> None:
 
 
 def _check_shape(rate_hz: int, channels: int) -> None:
-    if not MIN_RATE_HZ <= rate_hz <= MAX_RATE_HZ:
-        raise BadVoice(f"the sample rate is {rate_hz} Hz; {MIN_RATE_HZ} to {MAX_RATE_HZ} Hz are accepted")
+    check_rate(rate_hz)
     if channels > MAX_CHANNELS:
         raise BadVoice(f"the recording has {channels} channels; at most {MAX_CHANNELS} are accepted")
+
+
+def check_rate(rate_hz: int) -> None:
+    """Raises BadVoice for a rate that is out of bounds, or whose ratio to a model's is of too large numbers."""
+    if not MIN_RATE_HZ <= rate_hz <= MAX_RATE_HZ:
+        raise BadVoice(f"the sample rate is {rate_hz} Hz; {MIN_RATE_HZ} to {MAX_RATE_HZ} Hz are accepted")
+    for model_hz in MODEL_RATES_HZ:
+        if rate_hz * model_hz // math.gcd(rate_hz, model_hz) ** 2 > MAX_TAPS:
+            raise BadVoice(f"the sample rate is {rate_hz} Hz; one in a simpler ratio to {model_hz} Hz is accepted")
 
 
 def _mono(file: object, frames: int) -> Floats:
@@ -102,7 +113,8 @@ def _is_cut_short(data: bytes) -> bool:
         promised = int.from_bytes(data[4:8], "little")
         return promised < 0xFFFFFF00 and promised + 8 > len(data) + 1  # writers to a pipe leave the largest number
     if data[:4] == b"OggS":
-        return not data[data.rfind(b"OggS") + 5] & 4  # the last page of a whole stream says that it is the last
+        flags = data[data.rfind(b"OggS") + 5 :][:1]
+        return not flags or not flags[0] & 4  # the last page of a whole stream says that it is the last
     return False
 
 
