@@ -1,12 +1,14 @@
-"""The bench of the host's cost runs, and what it says hangs together; overload is a queue, on any machine."""
+"""The bench of the host's cost runs, and what it says hangs together; bursts and overload are the same anywhere."""
 
 from __future__ import annotations
 
-from tests.bench.scheduler_turn import measure
+import pytest
+
+from tests.bench.scheduler_turn import STAGES, measure, measure_burst
 
 
 def test_listeners_are_served_in_time_and_the_host_is_measured() -> None:
-    figures = measure(6, 2.0, lanes=8, warm_s=6.0)
+    figures = measure(6, 2.0, lanes=8, warm_s=6.0, overlaps=False)
     assert figures["C50_%"] == 100
     assert 4.0 < figures["audio_s/s"] < 8.0  # each hears a second a second
     assert figures["first_p50_ms"] < 200
@@ -20,3 +22,13 @@ def test_more_listeners_than_lanes_wait_and_those_who_are_seated_hear_no_gap() -
     assert figures["lanes"] > 1.9
     assert figures["waiting"] > 0
     assert figures["C50_%"] == 100
+
+
+@pytest.mark.parametrize("is_cold", [False, True])
+def test_a_burst_says_where_the_time_to_the_first_sound_went(is_cold: bool) -> None:
+    figures, stages = measure_burst(4, is_cold=is_cold, lanes=8)
+    assert (figures, stages) == measure_burst(4, is_cold=is_cold, lanes=8)
+    assert sum(stages["last"].values()) == pytest.approx(figures["first_p99_ms"])
+    assert all(stages["mean"][stage] >= 0 for stage in STAGES)
+    assert stages["mean"]["tokens"] > 12  # twelve steps of the talker behind the prompt's own id
+    assert stages["mean"]["steps"] > 10  # nine more of the flow, which take more than a millisecond each
