@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from engine.conditioning import MEL_MARGIN, log_mel
-from engine.hift import FRAME_SAMPLES, Hift, HiftShape, Snake
+from engine.hift import FRAME_SAMPLES, NUM_HARMONICS, Hift, HiftShape, Snake
 from engine.training.adversaries import Adversaries, fooling_loss, judge_loss, magnitude, matching_loss
 from engine.training.data import Shards
 from engine.training.pace import (
@@ -40,14 +40,22 @@ MEL_WEIGHT, STFT_WEIGHT, MATCH_WEIGHT, PITCH_WEIGHT = 45.0, 2.0, 2.0, 1.0
 PLAIN = 0.1  # share of the budget before the judges join
 TEACHER_PITCH = 0.3  # share of the budget in which some rows take their excitation from the teacher
 PEAK_RATE, FLOOR_RATE = 4e-4, 1e-5
+TONE_WEIGHT = 2.0
 JUDGES = "judges.safetensors"
 Losses = dict[str, Tensor]
 RESOLUTIONS = ((512, 128), (1024, 256), (2048, 512))
 
 
 def initialise(hift: Hift) -> None:
-    """Quiet output and an F0 near 120 Hz to begin with."""
+    """Quiet output, a loud excitation and an F0 near 120 Hz to begin with.
+
+    The nine tones add up to a pulse that the tanh bends, which gives harmonics far above the ninth; from torch's own
+    small weights it would take the longest to learn that. Their signs change so that the means of the noises cancel.
+    """
     with torch.no_grad():
+        merge = hift.m_source.l_linear
+        merge.weight[0] = TONE_WEIGHT * (1 - 2 * (torch.arange(NUM_HARMONICS, device=merge.weight.device) % 2))
+        merge.bias.zero_()
         hift.conv_post.weight.mul_(0.3)
         assert hift.conv_post.bias is not None
         hift.conv_post.bias[:9] = -2.0
