@@ -5,7 +5,6 @@ P speech tokens of the prompt; its mel has 2P frames of 20 ms.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import Tensor
 
 SPEAKER_WIDTH = 192
 MEL_BANDS = 80
+NUM_CODES = 6561
 
 
 class VoiceFileError(Exception):
@@ -47,6 +47,10 @@ class Voice:
         if self.embedding.shape != (SPEAKER_WIDTH,):
             found = list(self.embedding.shape)
             raise VoiceFileError(f"voice {self.id!r}: embedding is {found}, not [{SPEAKER_WIDTH}]")
+        if wrong := [code for code in self.tokens.tolist() if not 0 <= code < NUM_CODES]:
+            raise VoiceFileError(f"voice {self.id!r}: {wrong[0]} is no code; they are 0 to {NUM_CODES - 1}")
+        if not bool(self.mel.isfinite().all() and self.embedding.isfinite().all()):
+            raise VoiceFileError(f"voice {self.id!r}: mel or embedding holds what is no finite number")
 
     @property
     def has_prompt(self) -> bool:
@@ -62,7 +66,9 @@ def read_voices(path: Path) -> dict[str, Voice]:
     """The voices of a `spk2info.pt`, by id. Raises VoiceFileError."""
     try:
         stored = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
+    except OSError as error:
+        raise VoiceFileError(f"{path.name} can't be read: {error}") from error
+    except Exception as error:  # damaged bytes make the unpickler raise anything
         raise VoiceFileError(f"{path.name} is not a file of weights and plain values") from error
     if not isinstance(stored, Mapping):
         raise VoiceFileError(f"{path.name} holds a {type(stored).__name__}, not a mapping from id to voice")
@@ -109,7 +115,10 @@ def _from_entry(key: str, entry: Mapping[str, Any]) -> Voice:
     if embedding is None:
         raise VoiceFileError(f"voice {key!r} has none of flow_embedding, llm_embedding, embedding")
     tokens = torch.zeros(0) if tokens is None else tokens.flatten()
-    mel = torch.zeros(0, MEL_BANDS) if mel is None else mel.reshape(-1, mel.shape[-1])
+    mel = torch.zeros(0, MEL_BANDS) if mel is None else mel
+    if mel.shape[-1:] != (MEL_BANDS,):
+        raise VoiceFileError(f"voice {key!r}: prompt_speech_feat is {list(mel.shape)}, not [..., {MEL_BANDS}]")
+    mel = mel.reshape(-1, MEL_BANDS)
     num_tokens = min(tokens.numel(), mel.shape[0] // 2)
     prompt_text = _tensor(key, entry, "prompt_text")
     return Voice(
@@ -129,6 +138,13 @@ def _tensor(key: str, entry: Mapping[str, Any], *names: str) -> Tensor | None:
         value = entry.get(name)
         if value is not None and not isinstance(value, Tensor):
             raise VoiceFileError(f"voice {key!r}: {name} is a {type(value).__name__}, not a tensor")
+        if value is not None and not is_plain(value):
+            raise VoiceFileError(f"voice {key!r}: {name} is no plain tensor of real numbers")
         if value is not None:
             return value
     return None
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """A file may hold other kinds, which break later and elsewhere: sparse, quantised, complex, without data."""
+    return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_complex() or tensor.is_meta)

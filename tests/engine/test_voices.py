@@ -1,3 +1,4 @@
+import random
 import subprocess
 from pathlib import Path
 
@@ -91,6 +92,13 @@ def test_a_longer_mel_is_cut_to_the_tokens(tmp_path: Path) -> None:
     assert read_voices(tmp_path / "spk2info.pt")["x"].mel.shape == (8, 80)
 
 
+PROMPT = {
+    "flow_prompt_speech_token": torch.arange(2)[None],
+    "prompt_speech_feat": torch.rand(1, 4, 80),
+    "flow_embedding": torch.rand(1, 192),
+}
+
+
 @pytest.mark.parametrize(
     ("stored", "message"),
     [
@@ -99,6 +107,12 @@ def test_a_longer_mel_is_cut_to_the_tokens(tmp_path: Path) -> None:
         ({"x": {}}, "'x' has none of flow_embedding"),
         ({"x": {"flow_embedding": [0.0]}}, "flow_embedding is a list"),
         ({"x": {"flow_embedding": torch.rand(1, 100)}}, r"embedding is \[100\], not \[192\]"),
+        ({"x": {"flow_embedding": torch.full((192,), torch.nan)}}, "no finite number"),
+        ({"x": {"flow_embedding": torch.zeros(192, dtype=torch.complex64)}}, "flow_embedding is no plain tensor"),
+        ({"x": PROMPT | {"prompt_speech_feat": torch.tensor(1.0)}}, r"prompt_speech_feat is \[\], not \[..., 80\]"),
+        ({"x": PROMPT | {"prompt_speech_feat": torch.zeros(0, 0)}}, r"prompt_speech_feat is \[0, 0\]"),
+        ({"x": PROMPT | {"flow_prompt_speech_token": torch.tensor([3, 6561])}}, "6561 is no code; they are 0 to 6560"),
+        ({"x": PROMPT | {"flow_prompt_speech_token": torch.tensor([-1, 3])}}, "-1 is no code"),
     ],
 )
 def test_a_malformed_file_is_named(stored: object, message: str, tmp_path: Path) -> None:
@@ -111,6 +125,20 @@ def test_a_file_that_would_run_code_is_refused(tmp_path: Path) -> None:
     torch.save({"x": subprocess.Popen.__init__}, tmp_path / "spk2info.pt")
     with pytest.raises(VoiceFileError, match="weights"):
         read_voices(tmp_path / "spk2info.pt")
+
+
+def test_a_damaged_file_is_named_whatever_the_damage(tmp_path: Path) -> None:
+    write_voices(tmp_path / "whole.pt", [voice()])
+    whole, dice, num_named = (tmp_path / "whole.pt").read_bytes(), random.Random(0), 0
+    for _ in range(300):
+        damaged = bytearray(whole)
+        damaged[dice.randrange(2000)] = dice.randrange(256)
+        (tmp_path / "damaged.pt").write_bytes(damaged)
+        try:
+            read_voices(tmp_path / "damaged.pt")
+        except VoiceFileError:
+            num_named += 1
+    assert num_named > 50
 
 
 def test_a_mel_must_fit_the_tokens() -> None:
