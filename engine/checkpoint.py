@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import math
-import pickle
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,23 +21,26 @@ from typing import Any, TypeVar
 
 import torch
 import yaml
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from engine.flow import Flow, FlowShape
+from engine.frontend import Tokenizer, TokenizerError
 from engine.hift import FRAME_SAMPLES, Hift, HiftShape, fold_weight_norm
 from engine.sampler import Sampling
 from engine.talker import Talker, TalkerShape
+from engine.voices import MEL_BANDS, SPEAKER_WIDTH, is_plain
 
 BACKBONE = "CosyVoice-BlankEN"
 TOKENIZER = "speech_tokenizer_v3.onnx"
 ENCODER = "campplus.onnx"
 SETTINGS_FILE = "cosyvoice3.yaml"
 WRAPPERS = ("state_dict", "model", "module")
+MOST_CODES = 1000  # for a text id: 40 s
 SILENT_IDS = (1, 2, 28, 29, 55, 248, 494, 2241, 2242, 2322, 2323)
 INV_FREQ = "decoder.estimator.rotary_embed.inv_freq"
 State = dict[str, Tensor]
-T = TypeVar("T")
+T, S = TypeVar("T"), TypeVar("S")
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -86,6 +88,16 @@ class Checkpoint:
             raise CheckpointError(f"{self.folder} lacks {ENCODER}, so it can't take up a new voice")
         return self.speech_tokenizer_onnx, self.campplus_onnx
 
+    def tokenizer(self) -> Tokenizer:
+        """Raises CheckpointError for one that can't be read, or that has more ids than the talker."""
+        try:
+            tokenizer = Tokenizer(self.tokenizer_dir)
+        except TokenizerError as error:
+            raise CheckpointError(str(error)) from error
+        if tokenizer.size > (most := self.talker.shape.text_vocab):
+            raise CheckpointError(f"{self.tokenizer_dir} has {tokenizer.size} ids; the talker embeds {most}")
+        return tokenizer
+
 
 def load(folder: Path, device: torch.device | str, dtype: torch.dtype = torch.float32) -> Checkpoint:
     """Everything in `folder`. Talker and flow in `dtype`; HiFT in float32 at least. Raises CheckpointError."""
@@ -93,11 +105,22 @@ def load(folder: Path, device: torch.device | str, dtype: torch.dtype = torch.fl
         raise CheckpointError(f"no checkpoint folder {folder}")
     device = torch.device(device)
     settings = read_settings(folder / SETTINGS_FILE)
+    talker = load_talker(folder, device, dtype)
+    flow = load_flow(folder, settings, device, dtype)
+    hift = load_hift(folder, settings, device, dtype)
+    for what, size, needed in (
+        ("codes that the flow embeds", flow.shape.vocab, talker.shape.num_codes),
+        ("mel bands of the flow", flow.shape.mel, MEL_BANDS),
+        ("mel bands of the vocoder", hift.shape.mel, MEL_BANDS),
+        ("numbers of a speaker", flow.shape.speaker, SPEAKER_WIDTH),
+    ):
+        if size != needed:
+            raise CheckpointError(f"{folder}: the {what} are {size}; {needed} are needed")
     return Checkpoint(
         folder=folder,
-        talker=load_talker(folder, device, dtype),
-        flow=load_flow(folder, settings, device, dtype),
-        hift=load_hift(folder, settings, device, dtype),
+        talker=talker,
+        flow=flow,
+        hift=hift,
         settings=settings,
         tokenizer_dir=folder / BACKBONE,
         spk2info=found(folder / "spk2info.pt"),
@@ -116,9 +139,7 @@ def load_talker(folder: Path, device: torch.device, dtype: torch.dtype) -> Talke
     unused = ("llm.model.lm_head.", "rotary_emb.inv_freq")
     state = {k: v.to(device, dtype) for k, v in state.items() if not any(part in k for part in unused)}
     shape = measured(file, lambda: TalkerShape.from_state(state, config))
-    with torch.device("meta"):
-        talker = Talker(shape)
-    return filled(talker, state, file)
+    return filled(measured(file, lambda: on_meta(Talker, shape)), state, file)
 
 
 def load_flow(folder: Path, settings: Settings, device: torch.device, dtype: torch.dtype) -> Flow:
@@ -133,9 +154,7 @@ def load_flow(folder: Path, settings: Settings, device: torch.device, dtype: tor
     # Rotary frequencies stay float32 at least: rounded to bfloat16 they would turn far positions at random.
     wide = torch.promote_types(dtype, torch.float32)
     state = {k: v.to(device, wide if k == INV_FREQ else dtype) for k, v in state.items()}
-    with torch.device("meta"):
-        flow = Flow(shape)
-    return filled(flow, state, file)
+    return filled(measured(file, lambda: on_meta(Flow, shape)), state, file)
 
 
 def load_hift(folder: Path, settings: Settings, device: torch.device, dtype: torch.dtype) -> Hift:
@@ -148,19 +167,25 @@ def load_hift(folder: Path, settings: Settings, device: torch.device, dtype: tor
     state = {k: v.to(device, wide) for k, v in state.items()}
     state = measured(file, lambda: fold_weight_norm(state))
     shape = replace(measured(file, lambda: HiftShape.from_state(state)), tone_steps=settings.tone_steps)
-    hift = Hift(shape).to(device, wide)
+    hift = measured(file, lambda: Hift(shape)).to(device, wide)
     hift.is_exact = wide == dtype
     return filled(hift, state, file)
 
 
 def measured(file: Path, measure: Callable[[], T]) -> T:
-    """What `measure` reads off the tensors; a missing or misshapen one is the file's fault."""
+    """What `measure` makes of the tensors' sizes; a missing or misshapen one is the file's fault."""
     try:
         return measure()
     except KeyError as error:
         raise CheckpointError(f"{file.name} lacks the key {error.args[0]!r}") from error
-    except (ValueError, IndexError, ZeroDivisionError, RuntimeError) as error:
-        raise CheckpointError(f"{file.name} has tensors of impossible shapes: {error}") from error
+    except (ValueError, IndexError, ArithmeticError, RuntimeError, TypeError, AttributeError) as error:
+        text = f"{file.name} has tensors of impossible shapes, or settings that fit none: {error}"
+        raise CheckpointError(text) from error
+
+
+def on_meta(make: Callable[[S], M], shape: S) -> M:
+    with torch.device("meta"):
+        return make(shape)
 
 
 def filled(module: M, state: State, file: Path) -> M:
@@ -171,6 +196,8 @@ def filled(module: M, state: State, file: Path) -> M:
             raise CheckpointError(f"{file.name} lacks the key {key!r} of shape {list(shape)}")
         if tuple(state[key].shape) != shape:
             raise CheckpointError(f"{file.name}: {key!r} is {list(state[key].shape)}, expected {list(shape)}")
+        if not bool(state[key].isfinite().all()):
+            raise CheckpointError(f"{file.name}: {key!r} holds what is no finite number in {state[key].dtype}")
     if extra := state.keys() - expected.keys():
         key = min(extra)
         more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
@@ -189,7 +216,7 @@ def read_state(folder: Path, stem: str) -> tuple[Path, State]:
         raise CheckpointError(f"{folder} holds neither {stem}.safetensors nor {stem}.pt")
     try:
         stored = load_safetensors(file) if file.suffix == ".safetensors" else load_pickle(file)
-    except (OSError, RuntimeError, pickle.UnpicklingError, SafetensorError, EOFError, ValueError, KeyError) as error:
+    except Exception as error:  # damaged bytes make the unpickler raise anything
         raise CheckpointError(f"{file.name} can't be read: {str(error)[:200] or type(error).__name__}") from error
     return file, cleaned(unwrapped(stored, file), file)
 
@@ -224,6 +251,8 @@ def cleaned(stored: Mapping[str, Any], file: Path) -> State:
     for key, value in state.items():
         if not isinstance(value, Tensor):
             raise CheckpointError(f"{file.name}: {key!r} is a {type(value).__name__}, not a tensor")
+        if not is_plain(value):
+            raise CheckpointError(f"{file.name}: {key!r} is no plain tensor of real numbers")
     for prefix in [*(f"{w}." for w in WRAPPERS), "_orig_mod."] * 2:
         if state and all(key.startswith(prefix) for key in state):
             state = {key.removeprefix(prefix): value for key, value in state.items()}
@@ -233,7 +262,7 @@ def cleaned(stored: Mapping[str, Any], file: Path) -> State:
 def read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} can't be read: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{file} holds a {type(content).__name__}, not an object")
@@ -263,7 +292,7 @@ def read_settings(file: Path) -> Settings:
         return Settings()
     try:
         content = yaml.load(file.read_text(encoding="utf-8"), PlainLoader)
-    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+    except (OSError, ValueError, yaml.YAMLError, RecursionError, LookupError, AttributeError) as error:
         raise CheckpointError(f"{file.name} can't be read: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{file.name} holds a {type(content).__name__}, not a mapping")
@@ -292,7 +321,7 @@ class Leaves:
         if value is None:
             return default
         if not isinstance(value, list):
-            raise ValueError(f"{path} is {value!r}, not a list")
+            raise ValueError(f"{path} is {shown(value)}, not a list")
         return tuple(int(self._number(item, path)) for item in value)
 
     def _at(self, path: str) -> Any:
@@ -304,9 +333,9 @@ class Leaves:
     def _number(self, value: Any, path: str, depth: int = 0) -> float:
         if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
             return value
-        if isinstance(value, str) and depth < 8:
+        if isinstance(value, str) and depth < 4 and value.count("*") < 4:  # each of which may be four more
             return math.prod(self._number(part, path, depth + 1) for part in self._factors(value, path))
-        raise ValueError(f"{path} is {value!r}, not a number")
+        raise ValueError(f"{path} is {shown(value)}, not a number")
 
     def _factors(self, text: str, path: str) -> Iterator[Any]:
         for part in text.split("*"):
@@ -317,7 +346,12 @@ class Leaves:
             try:
                 yield float(part)
             except ValueError:
-                raise ValueError(f"{path} is {text!r}, not a number") from None
+                raise ValueError(f"{path} is {shown(text)}, not a number") from None
+
+
+def shown(value: Any) -> str:
+    """A scalar's beginning; a list's content could be endless, since YAML lets it hold others many times over."""
+    return repr(value)[:80] if isinstance(value, str | int | float) else f"a {type(value).__name__}"
 
 
 def settings_of(leaves: Leaves) -> Settings:
@@ -329,8 +363,9 @@ def settings_of(leaves: Leaves) -> Settings:
         raise ValueError(f"llm.mix_ratio is {list(mix)}, expected two counts of at least 1")
     shortest = float(leaves.number(official.code_ratios[0], "llm.min_token_text_ratio"))
     longest = float(leaves.number(official.code_ratios[1], "llm.max_token_text_ratio"))
-    if not 0 <= shortest <= longest or longest == 0:
-        raise ValueError(f"codes for each text id are {shortest} to {longest}, expected 0 <= fewest <= most, most > 0")
+    if not 0 <= shortest <= longest or not 0 < longest <= MOST_CODES:
+        bounds = f"0 <= fewest <= most, 0 < most <= {MOST_CODES}"
+        raise ValueError(f"codes for each text id are {shortest} to {longest}, expected {bounds}")
     estimator = "flow.decoder.estimator."
     settings = Settings(
         sampling=Sampling(
@@ -360,6 +395,10 @@ def settings_of(leaves: Leaves) -> Settings:
     )
     if settings.tone_steps not in (1, FRAME_SAMPLES):
         raise ValueError(f"hift.tone_steps is {settings.tone_steps}, expected 1 or {FRAME_SAMPLES}")
+    bounds = {"guidance": (0, 10), "flow_head_dim": (2, 1024)}
+    for name, (low, high) in bounds.items():
+        if not low <= getattr(settings, name) <= high:
+            raise ValueError(f"{name} {getattr(settings, name)} is outside {low}..{high}")
     fixed = ("sample_rate_hz", "tokens_per_second", "frames_per_token", "chunk_frames", "lookahead_tokens")
     for name in fixed:  # the models' arithmetic is built on these
         if getattr(settings, name) != getattr(official, name):

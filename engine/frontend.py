@@ -536,7 +536,7 @@ _QWEN2_WORDS = (
 
 
 class TokenizerError(Exception):
-    """The tokenizer folder can't be used; the text names the file or token."""
+    """The tokenizer folder, or a prompt made with another, can't be used; the text names the file, token or id."""
 
 
 def qwen2_pipeline(model: Any) -> Any:
@@ -565,6 +565,17 @@ def add_specials(tokenizer: Any) -> None:
 
 
 def _load(folder: Path) -> Any:
+    """Raises TokenizerError."""
+    try:
+        tokenizer = _read(folder)
+    except Exception as error:  # the library raises nothing narrower
+        raise TokenizerError(f"the tokenizer in {folder} can't be read: {str(error)[:200]}") from error
+    if tokenizer is None:
+        raise TokenizerError(f"{folder} holds neither vocab.json with merges.txt nor tokenizer.json")
+    return tokenizer
+
+
+def _read(folder: Path) -> Any:
     from tokenizers import Tokenizer, models
 
     whole, vocab, merges = folder / "tokenizer.json", folder / "vocab.json", folder / "merges.txt"
@@ -573,9 +584,7 @@ def _load(folder: Path) -> Any:
         lines = merges.read_text(encoding="utf-8").split("\n")
         pairs = [(a, b) for a, _, b in (line.partition(" ") for line in lines if not line.startswith("#version")) if b]
         return qwen2_pipeline(models.BPE(vocab=words, merges=pairs))
-    if whole.is_file():
-        return Tokenizer.from_file(str(whole))
-    raise TokenizerError(f"{folder} holds neither vocab.json with merges.txt nor tokenizer.json")
+    return Tokenizer.from_file(str(whole)) if whole.is_file() else None
 
 
 class Tokenizer:
@@ -679,6 +688,10 @@ def assemble(
         return Prompt(prompt_text=head, text=target, has_prompt_speech=False, num_target=len(target))
     if mode == "zero_shot":
         head = tuple(voice_prompt_text)
+        if wrong := [number for number in head if not 0 <= number < tokenizer.size]:
+            raise TokenizerError(
+                f"the voice's prompt has the id {wrong[0]}; the tokenizer's are 0 to {tokenizer.size - 1}"
+            )
         head = head if tokenizer.end_of_prompt in head else prefix + head
         return Prompt(prompt_text=head, text=target, has_prompt_speech=True, num_target=len(target))
     whole = target if tokenizer.end_of_prompt in target else prefix + target

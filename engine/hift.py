@@ -77,7 +77,8 @@ def fold_weight_norm(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     Takes both ways of saving the pair, and plain weights as they are; drops the prefix "generator." and the keys of
     a discriminator. The F0 predictor is folded in float64 and comes back in it: do not cast it down, a float32 fold
-    alone shifts the phase by more than the parity bounds.
+    alone shifts the phase by more than the parity bounds. Raises KeyError for a direction without its gain, ValueError
+    for one that doesn't fit.
     """
     named = {key.replace("generator.", ""): value for key, value in state.items() if "discriminator." not in key}
     folded: dict[str, Tensor] = {}
@@ -88,6 +89,8 @@ def fold_weight_norm(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         elif key.endswith(form[1]):
             stem = key.removesuffix(form[1])
             gain, direction = named[stem + form[0]], value
+            if direction.dim() != 3 or gain.shape != (len(direction), 1, 1):  # the fold would write past its memory
+                raise ValueError(f"{stem} has gains {list(gain.shape)} for directions {list(direction.shape)}")
             if is_f0(key):
                 gain, direction = gain.double(), direction.double()
             folded[stem + ".weight"] = torch._weight_norm(direction, gain, 0)

@@ -193,7 +193,7 @@ def build(config: Config, deliver: Deliver, worker: Executor) -> Engine:
     forbid_tf32()
     checkpoint = checkpoints.load(config.model.folder, settings.device, getattr(torch, settings.dtype))
     models = with_caches(checkpoint, settings)
-    tokenizer = Tokenizer(checkpoint.tokenizer_dir)
+    tokenizer = checkpoint.tokenizer()
     voices = voice_store(known_voices(checkpoint, config, tokenizer), config)
     reader = Reader(
         tokenizer,

@@ -102,8 +102,7 @@ class TalkerShape:
         return cls(
             hidden=hidden,
             intermediate=state[PREFIX + "layers.0.mlp.gate_proj.weight"].shape[0],
-            layers=1
-            + max(int(k.removeprefix(PREFIX).split(".")[1]) for k in state if k.startswith(PREFIX + "layers.")),
+            layers=len({k.removeprefix(PREFIX).split(".")[1] for k in state if k.startswith(PREFIX + "layers.")}),
             heads=heads,
             kv_heads=state[PREFIX + "layers.0.self_attn.k_proj.weight"].shape[0] // head_dim,
             head_dim=head_dim,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,10 @@ from engine.voices import read_voices
 from tests.random_checkpoint import SETTINGS, TINY, random_checkpoint
 
 State = dict[str, Tensor]
+FEW_GAINS = {"conv_pre.weight_g": torch.ones(3, 1, 1), "conv_pre.weight_v": torch.ones(32, 80, 5)}
+LAYERS = "llm.model.model.layers."
+CONV = "decoder.estimator.input_embed.conv_pos_embed.conv1.0.weight"
+CODES = "input_embedding.weight"
 
 
 @pytest.fixture(scope="module")
@@ -190,6 +195,18 @@ def test_flow_without_rotary_buffer_takes_the_head_width_from_the_settings(folde
         ),
         ("hift", lambda s: s.update({"conv_pre.weight": torch.zeros(4)}), "hift.pt has tensors of impossible shapes"),
         ("llm", lambda s: s.update({"llm_decoder.weight": [1]}), "llm.pt: 'llm_decoder.weight' is a list"),
+        ("llm", lambda s: s.update({f"{LAYERS}99999999.x": torch.zeros(1)}), "lacks the key .*layers.2"),
+        (
+            "llm",
+            lambda s: s["llm_decoder.weight"][7].fill_(torch.nan),
+            "'llm_decoder.weight' holds .* no finite number",
+        ),
+        ("hift", lambda s: s["ups.0.bias"].fill_(torch.inf), "'ups.0.bias' holds what is no finite number"),
+        ("hift", lambda s: s.update({"ups.0.bias": torch.zeros(16, device="meta")}), "'ups.0.bias' is no plain tensor"),
+        ("hift", lambda s: s.update(FEW_GAINS), r"conv_pre has gains \[3, 1, 1\] for directions \[32, 80, 5\]"),
+        ("flow", lambda s: s.update({INV_FREQ: torch.tensor(1.0)}), "flow.pt has tensors of impossible shapes"),
+        ("flow", lambda s: s.update({CONV: s[CONV][:-1]}), "flow.pt has tensors of impossible shapes"),
+        ("flow", lambda s: s.update({CODES: s[CODES][:-1]}), "codes that the flow embeds are 6560; 6561 are needed"),
     ],
 )
 def test_keys_that_do_not_fit_are_named(folder: Path, stem: str, change: Callable[[State], Any], message: str) -> None:
@@ -252,6 +269,27 @@ def test_backbone_config_without_heads_is_named(folder: Path, official: Path) ->
         load(folder, "cpu")
 
 
+@pytest.mark.parametrize("wrong", [{"num_attention_heads": None}, {"num_attention_heads": -1}, {"rope_theta": []}])
+def test_backbone_config_of_impossible_values_is_named(folder: Path, official: Path, wrong: dict[str, Any]) -> None:
+    config = json.loads((official / BACKBONE / "config.json").read_text()) | wrong
+    (folder / BACKBONE).unlink()
+    (folder / BACKBONE).mkdir()
+    (folder / BACKBONE / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="settings that fit none"):
+        load(folder, "cpu")
+
+
+def test_a_tokenizer_that_does_not_fit_is_named(folder: Path, official: Path) -> None:
+    checkpoint = load(official, "cpu")
+    assert checkpoint.tokenizer().size <= checkpoint.talker.shape.text_vocab
+    with pytest.raises(CheckpointError, match=r"has \d+ ids; the talker embeds 7"):
+        replace(checkpoint, talker=Talker(replace(TINY.talker, text_vocab=7))).tokenizer()
+    (folder / BACKBONE).unlink()
+    (folder / BACKBONE).mkdir()
+    with pytest.raises(CheckpointError, match="neither vocab.json"):
+        replace(checkpoint, tokenizer_dir=folder / BACKBONE).tokenizer()
+
+
 def test_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="nowhere"):
         load(tmp_path / "nowhere", "cpu")
@@ -303,6 +341,12 @@ def test_silent_settings_are_the_official_ones(tmp_path: Path) -> None:
     assert settings_from(tmp_path, SETTINGS) == Settings()
 
 
+LISTS_OF_LISTS = "a0: &a0 1\n" + "".join(f"a{i}: &a{i} [{f'*a{i - 1},' * 10}]\n" for i in range(1, 10))
+FACTORS_OF_FACTORS = "a3: 1\nsample_rate: !ref <a0>\n" + "".join(
+    f"a{i}: !ref {'*'.join([f'<a{i + 1}>'] * 1000)}\n" for i in range(3)
+)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -317,6 +361,14 @@ def test_silent_settings_are_the_official_ones(tmp_path: Path) -> None:
         ("hift: {tone_steps: 2}", "tone_steps is 2, expected 1 or 480"),
         ("x: !!python/object/apply:os.getcwd []", "can't be read"),
         ("a: [", "can't be read"),
+        *((f"a: !!{kind} x", "can't be read") for kind in ("timestamp", "bool", "int", "map")),
+        ('a: !!int ""', "can't be read"),
+        (LISTS_OF_LISTS + "sample_rate: *a9", "sample_rate is a list, not a number"),
+        (LISTS_OF_LISTS + "llm: {mix_ratio: *a9}", "mix_ratio is a list, not a number"),
+        (FACTORS_OF_FACTORS, "sample_rate is .*, not a number"),
+        ("flow: {decoder: {cfm_params: {inference_cfg_rate: 1e300 * 1e300}}}", "guidance inf is outside 0..10"),
+        ("flow: {decoder: {estimator: {dim_head: -4}}}", "flow_head_dim -4 is outside"),
+        ("llm: {max_token_text_ratio: 1e300 * 1e300}", "2.0 to inf"),
         ("- 1", "holds a list"),
     ],
 )

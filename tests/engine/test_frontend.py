@@ -419,6 +419,15 @@ def test_a_folder_without_a_vocabulary_is_named(tmp_path: Path) -> None:
         Tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "vocab", ["", "[" * 100_000, '{"a": -1}', '{"a": 0}'], ids=["empty", "deep", "signed", "small"]
+)
+def test_a_vocabulary_that_is_none_is_named(vocab: str, tmp_path: Path) -> None:
+    (write_vocabulary(tmp_path) / "vocab.json").write_text(vocab)
+    with pytest.raises(TokenizerError, match="can't be read"):
+        Tokenizer(tmp_path)
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.text(max_size=40))
 def test_any_text_can_be_encoded(tokenizer: Tokenizer, text: str) -> None:
@@ -445,6 +454,12 @@ def test_a_stored_prompt_without_the_prefix_gets_it(tokenizer: Tokenizer) -> Non
     bare = tokenizer.encode("hello world")
     prompt = assemble("zero_shot", "hello", tokenizer, voice_prompt_text=bare)
     assert prompt.prompt_text == tuple(tokenizer.prompt_ids("hello world"))
+
+
+@pytest.mark.parametrize("number", [-1, 10**9])
+def test_a_prompt_made_with_another_tokenizer_is_refused(number: int, tokenizer: Tokenizer) -> None:
+    with pytest.raises(TokenizerError, match=f"has the id {number}"):
+        assemble("zero_shot", "hello", tokenizer, voice_prompt_text=[number])
 
 
 def test_a_transcript_may_bring_its_own_instruction(tokenizer: Tokenizer) -> None:
