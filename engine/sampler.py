@@ -22,13 +22,15 @@ from torch import Tensor
 NUM_CONTROLS = 200  # ids after the last code: sos, eos, task, fill, and 196 that only ever mean "stop"
 SOS, FILL = 0, 3  # places among the control ids
 WORD = 1 << 64
+COLDEST = 1e-5  # scores over less would pass what float32 holds
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How a lane draws. "ras" uses temperature, top_p, top_k, window and tau; "standard" all but the last two.
 
-    temperature 0 takes the best id; top_k 0 and top_p 1 cut nothing; repetition_penalty > 1 lowers what was generated.
+    A temperature below COLDEST takes the best id; top_k 0 and top_p 1 cut nothing; repetition_penalty > 1 lowers what
+    was generated.
     """
 
     mode: Literal["ras", "standard"] = "ras"
@@ -47,6 +49,10 @@ class Sampling:
         for name, (low, high) in bounds.items():
             if not low <= getattr(self, name) <= high:
                 raise ValueError(f"{name} {getattr(self, name)} is outside {low}..{high}")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < COLDEST
 
 
 class Mask(IntEnum):
@@ -130,14 +136,15 @@ REALS = slice(Field.TEMPERATURE, Field.PENALTY + 1)
 
 
 def settings(sampling: Sampling) -> list[int]:
-    """The columns TOP_K to PENALTY. Temperature 0 is top_k 1 at temperature 1."""
-    reals = [sampling.temperature or 1.0, sampling.top_p, sampling.repetition_penalty if is_penal(sampling) else 1.0]
+    """The columns TOP_K to PENALTY. Greedy is top_k 1 at temperature 1."""
+    temperature = 1.0 if sampling.is_greedy else sampling.temperature
+    reals = [temperature, sampling.top_p, sampling.repetition_penalty if is_penal(sampling) else 1.0]
     return [most_candidates(sampling), math.ceil(sampling.window * sampling.tau), sampling.window,
             sampling.mode == "ras", *struct.unpack("<3q", struct.pack("<3d", *reals))]  # fmt: skip
 
 
 def most_candidates(sampling: Sampling) -> int:
-    return (sampling.top_k or 1 << 30) if sampling.temperature else 1
+    return 1 if sampling.is_greedy else sampling.top_k or 1 << 30
 
 
 def is_penal(sampling: Sampling) -> bool:

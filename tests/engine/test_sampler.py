@@ -149,6 +149,15 @@ def test_repetition_penalty_lowers_generated_codes_only() -> None:
     assert sample(logits, [draw(sampling, [3, NUM_CODES + 1])]).fetch() == [NUM_CODES + 1]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1e-300, 1e-45, 1e-38, 9e-6, 2e-5])
+def test_however_cold_the_best_id_is_drawn_and_no_masked_one(temperature: float) -> None:
+    logits = torch.full((1, VOCAB), -5.0)
+    logits[0, NUM_CODES + 1], logits[0, 4], logits[0, 3] = 9.0, 8.0, 7.0
+    for mask, wanted in ((Mask.NOTHING, NUM_CODES + 1), (Mask.CONTROLS, 4)):
+        cold = replace(RAS, temperature=temperature, tau=1.0)
+        assert sample(logits, [Draw(cold, [], 0, 0, 0, mask)]).fetch() == [wanted]
+
+
 def test_equal_scores_go_to_the_lower_id_first() -> None:
     lanes = Lanes.of([draw(Sampling(top_k=3, top_p=1.0))], VOCAB, CPU)
     assert candidates(torch.zeros(1, VOCAB), lanes).ids[0, :3].tolist() == [0, 1, 2]
