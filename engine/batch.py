@@ -306,12 +306,12 @@ class Runner:
 
     @property
     def next_due_s(self) -> float:
-        """When something in flight will probably have landed, by the streams' clock; never, if nothing is in flight."""
+        """When something in flight may have landed, by the streams' clock; never, if nothing is in flight."""
         return min(self._talking.next_due_s, self._sounding.next_due_s)
 
     def _launched(self, stage: str, rows: int) -> AbstractContextManager[Flight[Landed]]:
         stream = self._talking if MODEL_OF[stage] == TALKER else self._sounding
-        return stream.launch(stage, rows, self.costs.of(stage, rows) or 0.0)
+        return stream.launch(stage, rows, self.costs.soonest(stage, rows))
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Launched:

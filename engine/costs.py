@@ -15,6 +15,7 @@ TOKENS_PER_S = 25
 EULER_STEPS = 10
 WEIGHT = 0.1  # of a new measurement in a mean
 FIRST_WEIGHTS = 4  # measurements that count alike before that
+SLOW_WEIGHT = 0.02  # of a new measurement in the least one, if it isn't less
 
 # Stages: a token for every lane, rows of prompts, an Euler step, whole rows (ten steps of full responses), vocoder.
 TALKER, PREFILL, FLOW, WHOLE, HIFT = "talker", "prefill", "flow", "whole", "hift"
@@ -39,9 +40,16 @@ class Costs:
 
     def __init__(self) -> None:
         self._tiers: defaultdict[str, dict[int, Mean]] = defaultdict(dict)
+        self._least: dict[tuple[str, int], float] = {}
 
     def add(self, stage: str, rows: int, seconds: float) -> None:
         self._tiers[stage].setdefault(tier(rows), Mean()).add(seconds)
+        least = self._least.setdefault((stage, tier(rows)), seconds)
+        self._least[stage, tier(rows)] = min(seconds, least + SLOW_WEIGHT * (seconds - least))
+
+    def soonest(self, stage: str, rows: int) -> float:
+        """Seconds that a launch takes at least: lately, in the same tier, with the other stream idle. 0: not known."""
+        return self._least.get((stage, tier(rows)), 0.0)
 
     def of(self, stage: str, rows: int) -> float | None:
         """Expected seconds of a launch. A tier not measured yet costs what the next larger one does, or else as many

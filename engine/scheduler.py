@@ -255,6 +255,11 @@ class _Context:
         return bool(self.runs) and self.runs[0].has_mel
 
     @property
+    def is_dawning(self) -> bool:
+        """Is its talker on the way to the first hop?"""
+        return self.is_streaming and not self.samples and self.runs[0].rows_fed > 0 and not self.runs[0].is_hop_due
+
+    @property
     def is_blocked(self) -> bool:
         return self.lacks_talker_pages or self.lacks_flow_pages
 
@@ -314,6 +319,7 @@ class Scheduler:
         self._unsounded: set[_Context] = set()  # with a mel for the vocoder
         self._lease = [0] * limits.lanes
         self._free = list(range(limits.lanes - 1, -1, -1))
+        self._may_begin = 0  # newcomers of the group under way
         self.gathers_until_s = 0.0
         self._now = 0.0
         self._ended_s = 0.0
@@ -559,15 +565,23 @@ class Scheduler:
         return dry_first is not None and dry_first.due_s - now < self.limits.pressed_s
 
     def _talker_rows(self, urgent: list[_Context], rest_from_s: float) -> tuple[TalkerRow, ...]:
-        """One row for each lane that may go on; prompts share out the rows of a step in their order."""
+        """One row for each lane that may go on; prompts share out the rows of a step in their order.
+
+        Newcomers go in groups of as many as the flow takes at once: while one is on its way to its first hops, no more
+        prompts are begun, which would only keep the flow waiting that could run beside."""
         rows, prefill, is_pressed = [], self.limits.prefill_rows, rest_from_s < INFINITY
+        if not any(context.is_dawning for context in urgent):
+            self._may_begin = self.limits.flow_rows_least if self.limits.overlaps else self.limits.lanes
         for context in urgent:
             if is_pressed and self._may_rest(context, rest_from_s):
                 continue
+            is_next = context.is_streaming and not context.samples and not context.runs[0].rows_fed
             row = self._talker_row(context, prefill)
-            if row is not None:
-                rows.append(row)
-                prefill -= row.rows if row.is_prompt else 0
+            if row is None or is_next and not self._may_begin:
+                continue
+            rows.append(row)
+            prefill -= row.rows if row.is_prompt else 0
+            self._may_begin -= is_next
         return tuple(rows)
 
     def _may_rest(self, context: _Context, rest_from_s: float) -> bool:

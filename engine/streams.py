@@ -26,7 +26,7 @@ class Flight(Generic[Results]):
     stage: str
     rows: int
     land: Callable[[Results], None] | None = None
-    due_s: float = 0.0  # when it will probably have landed, by the stream's clock
+    due_s: float = 0.0  # when it may have landed, by the stream's clock
     seconds: float = 0.0  # of the device, once landed
     events: tuple[torch.cuda.Event, torch.cuda.Event] | None = field(default=None)
 
@@ -49,7 +49,7 @@ class Stream(Generic[Results]):
         self._flights: deque[Flight[Results]] = deque()
         self._last: torch.cuda.Event | None = None  # the end of the latest launch
         self._partner: Stream[Results] | None = None
-        self._busy_until_s = 0.0  # probably
+        self._busy_until_s = 0.0  # at least
 
     def take_turns_with(self, partner: Stream[Results]) -> None:
         """From now on a launch on either begins when what the other had been given before has ended.
@@ -64,8 +64,8 @@ class Stream(Generic[Results]):
         return nullcontext() if self.cuda is None else torch.cuda.stream(self.cuda)
 
     @contextmanager
-    def launch(self, stage: str, rows: int, expected_s: float = 0.0) -> Iterator[Flight[Results]]:
-        """What is enqueued within is one flight; one that raises is not kept."""
+    def launch(self, stage: str, rows: int, least_s: float = 0.0) -> Iterator[Flight[Results]]:
+        """What is enqueued within is one flight, which takes least_s at least; one that raises is not kept."""
         flight: Flight[Results] = Flight(stage, rows)
         if self.cuda is None:
             started = time.perf_counter()
@@ -81,7 +81,7 @@ class Stream(Generic[Results]):
                 end.record()
             flight.events = begin, end
             self._last = end
-        flight.due_s = self._busy_until_s = self._begins_s() + expected_s
+        flight.due_s = self._busy_until_s = self._begins_s() + least_s
         self._flights.append(flight)
 
     def _begins_s(self) -> float:
@@ -90,7 +90,7 @@ class Stream(Generic[Results]):
 
     @property
     def next_due_s(self) -> float:
-        """When the first of what is in flight will probably have landed; never, if nothing is."""
+        """When the first of what is in flight may have landed; never, if nothing is."""
         return self._flights[0].due_s if self._flights else float("inf")
 
     def landed(self) -> Iterator[Flight[Results]]:

@@ -349,10 +349,11 @@ def opened_house(
     engine.inbox, engine.clock, engine.deliver, engine.gauges_s = house, house.now, house.hear, 1.0
     engine.reader.worker, engine._is_warm = house, True
     engine.scheduler.costs = runner.costs
-    for stage, known in (BESIDE if overlaps else ALONE).items():
-        for rows, ms in known.items():
-            for _ in range(20):
-                runner.costs.add(stage, rows, ms / 1e3)
+    for costs in (ALONE, BESIDE) if overlaps else (ALONE,):
+        for stage, known in costs.items():
+            for rows, ms in known.items():
+                for _ in range(5):
+                    runner.costs.add(stage, rows, ms / 1e3)
     for stream in (runner._talking, runner._sounding):
         stream.clock = house.now
     device = Device(house.now, overlaps=overlaps)

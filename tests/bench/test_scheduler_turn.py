@@ -32,3 +32,8 @@ def test_a_burst_says_where_the_time_to_the_first_sound_went(is_cold: bool) -> N
     assert all(stages["mean"][stage] >= 0 for stage in STAGES)
     assert stages["mean"]["tokens"] > 12  # twelve steps of the talker behind the prompt's own id
     assert stages["mean"]["steps"] > 10  # nine more of the flow, which take more than a millisecond each
+
+
+def test_launches_that_are_quicker_while_the_other_stream_is_idle_are_looked_for_sooner() -> None:
+    _, stages = measure_burst(4, lanes=8)
+    assert stages["mean"]["tokens"] < 22  # twelve steps of 1.07 ms, and what the host takes between them

@@ -30,6 +30,18 @@ def test_a_tier_holds_the_rows_up_to_a_power_of_two(rows: int, power: int) -> No
     assert tier(rows) == power
 
 
+def test_the_soonest_is_the_least_of_the_tier_and_is_forgotten_slowly() -> None:
+    costs = costs_of(TALKER, {64: 1.1})
+    costs.add(TALKER, 60, 2.5e-3)
+    assert 1.1e-3 < costs.soonest(TALKER, 33) < 1.2e-3
+    assert costs.soonest(TALKER, 32) == 0.0
+    for _ in range(400):
+        costs.add(TALKER, 64, 2.5e-3)
+    assert costs.soonest(TALKER, 64) == pytest.approx(2.5e-3, rel=1e-2)
+    costs.add(TALKER, 64, 1.0e-3)
+    assert costs.soonest(TALKER, 64) == 1.0e-3
+
+
 def test_a_tier_not_measured_costs_what_a_larger_one_does_or_a_multiple_of_a_smaller_one() -> None:
     costs = costs_of(FLOW, {8: 2.0, 64: 9.0})
     assert costs.of(FLOW, 5) == pytest.approx(2e-3)

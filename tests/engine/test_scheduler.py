@@ -720,6 +720,41 @@ def test_the_prompts_of_a_burst_share_out_the_rows_of_a_step() -> None:
     assert fed == [3 * ROWS + 2, 3 * ROWS + 2, 8 * ROWS - 2 * (3 * ROWS + 2), 0]
 
 
+def test_a_burst_goes_in_groups_as_large_as_the_flow_takes_at_once() -> None:
+    bench = Bench(Limits(lanes=8, flow_rows_least=3), lag=1)
+    for context in range(7):
+        bench.open(context, "30")
+    begun: list[int] = []
+    while len(begun) < 7:
+        made = list(bench.made.values())
+        prompts = [row.lane.index for row in bench.step().talker if row.is_prompt]
+        assert not prompts or min(made, default=18) >= 18, "the group before isn't through"  # 15 tokens and 3 ahead
+        assert len(prompts) in (0, 1, 3)
+        begun += prompts
+    assert begun == sorted(begun)
+    bench.run()
+    assert all(bench.kinds(context)[-1] is Done for context in range(7))
+
+
+@pytest.mark.parametrize(("overlaps", "begun"), [(True, 2), (False, 5)])
+def test_a_burst_goes_in_groups_only_if_the_flow_runs_beside_the_talker(overlaps: bool, begun: int) -> None:
+    bench = Bench(Limits(lanes=8, flow_rows_least=2, overlaps=overlaps))
+    for context in range(5):
+        bench.open(context, "30")
+    assert len(bench.step().talker) == begun
+
+
+def test_who_is_heard_already_does_not_wait_for_a_group_of_newcomers() -> None:
+    bench = Bench(Limits(lanes=8, flow_rows_least=1))
+    bench.open(1, "30", end=False)
+    bench.run_until(lambda: bench.samples(1) > 0)
+    bench.open(2, "30")
+    bench.open(3, "30")
+    bench.take(Clause(context=1, epoch=0, index=1, text="30"), End(context=1, epoch=0))
+    begun = [row.lane.index for _ in range(40) for row in bench.step().talker if row.is_prompt]
+    assert begun == [1, 0, 2]
+
+
 def test_full_responses_gather_and_go_one_by_one_beside_streams() -> None:
     bench = Bench(Limits(lanes=4))
     for context in range(3):
