@@ -39,7 +39,7 @@ class FlowGraphs:
     ) -> None:
         self.flow, self.store, self.clock = flow, store, clock
         self.tiers = [
-            tier for tier in UNIT_TIERS if tier <= most_units and self._own_pages(tier) < store.pool.num_pages
+            tier for tier in UNIT_TIERS if tier <= most_units and self._own_pages(tier) <= store.pool.num_pages
         ]
         most_pages = min(-(-MAX_FRAMES // flow.shape.chunk_frames), store.pool.num_pages)
         self.page_tiers = sorted({min(tier, most_pages) for tier in PAGE_TIERS} | {most_pages})

@@ -286,12 +286,27 @@ def test_neighbours_that_join_and_leave_change_nothing(
     assert store.pool.num_used == 3 and doomed.is_closed
 
 
+def capture(flow: Flow, store: FlowStore) -> FlowStore:
+    """Launches go through tiers of at most four units; on the CPU their bodies run as they are."""
+    flow._graphs = FlowGraphs(flow, store, Graphs("cpu"), most_units=4, clock=lambda run: (run(), 1.0)[1])
+    return store
+
+
 @pytest.fixture
 def captured(small: Flow) -> Iterator[FlowStore]:
-    """A store whose launches go through tiers of at most four units; on the CPU their bodies run as they are."""
-    store = make_store()
-    small._graphs = FlowGraphs(small, store, Graphs("cpu"), most_units=4, clock=lambda run: (run(), 1.0)[1])
-    yield store
+    yield capture(small, make_store())
+    small.forget_tables()
+
+
+@torch.inference_mode()
+def test_a_store_of_one_page_is_captured_and_solves_what_fits(small: Flow) -> None:
+    store, voice, tokens = capture(small, make_store(1)), make_voice(5, 1), make_tokens(9, 1)
+    row = small.row(voice)
+    small.begin(row, tokens, is_final=True)
+    while row.steps_done < SMALL.steps:
+        small.step([row], store)
+    assert error(small.finish(row, store), offline(small, voice, tokens)) < EXACT
+    row.close(store)
     small.forget_tables()
 
 
