@@ -323,7 +323,7 @@ class Packed:
         gapped = h.new_zeros(2, h.shape[1] + context * whole.most_rows, h.shape[2])
         places = torch.arange(h.shape[1], device=h.device) + context * whole.rows
         gapped[:, places + context] = h
-        return Packed.conv_mish(self, gapped, index)[:, places]
+        return self.conv_mish(gapped, index)[:, places]
 
     def normed(self, h: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
         """h [U, 2, w, D]; shift, scale [U, D]."""
@@ -331,8 +331,8 @@ class Packed:
 
     def gated(self, h: Tensor, y: Tensor, gate: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         """h + gate * y, and its norm. h, y [U, 2, w, D]; gate, shift, scale [U, D]."""
-        moved = torch.addcmul(h.to(gate.dtype), spread(gate), y.to(gate.dtype))
-        return moved.to(h.dtype), normed(moved, spread(shift), spread(scale)).to(h.dtype)
+        wide = torch.addcmul(h.to(gate.dtype), spread(gate), y.to(gate.dtype))
+        return wide.to(h.dtype), normed(wide, spread(shift), spread(scale)).to(h.dtype)
 
     def hidden(self, a: Tensor, block: Block) -> Tensor:
         """First half of a feed-forward: [U, 2, w, D] -> [U, 2, w, ff]."""

@@ -440,7 +440,7 @@ MAX_LENGTH, MIN_LENGTH, MERGE_LENGTH, HARD_LENGTH = 80, 60, 20, 120
 _ENDERS = {"zh": "。？！；：、.?!;", "en": ".?!;:"}
 
 
-def split(text: str, count_tokens: Callable[[str], int], *, is_chinese: bool | None = None) -> list[str]:
+def split(text: str, count_tokens: Callable[[str], int]) -> list[str]:
     """Cut a normalised text into segments that are synthesised one by one.
 
     Length is characters in Chinese, tokens (by `count_tokens`) elsewhere. At most about 80, merged below 20. Unlike
@@ -450,7 +450,7 @@ def split(text: str, count_tokens: Callable[[str], int], *, is_chinese: bool | N
     text = text.strip()
     if not text:
         return []
-    chinese = bool(_HAN.search(text)) if is_chinese is None else is_chinese
+    chinese = bool(_HAN.search(text))
     enders, length = (_ENDERS["zh"], len) if chinese else (_ENDERS["en"], count_tokens)
     pieces = [
         part

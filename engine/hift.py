@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.noise import MAX_SAMPLES, vocoder_noise
+from engine.noise import MAX_SAMPLES, NUM_HARMONICS, vocoder_noise
 
 if TYPE_CHECKING:
     from engine.graphs import Graphs
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 SAMPLE_RATE_HZ = 24_000
 FRAME_SAMPLES = 480
-NUM_HARMONICS = 9
 F0_LOOKAHEAD = 3
 PRE_LOOKAHEAD = 4
 UP_RATES, UP_KERNELS = (8, 5, 3), (16, 11, 7)
