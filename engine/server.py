@@ -32,6 +32,7 @@ from engine.cloning import Cloning, CloningModels
 from engine.conditioning import Conditioner
 from engine.config import Config, ConfigError, EngineConfig
 from engine.costs import Costs
+from engine.decoding import BadVoice
 from engine.flow import FlowStore
 from engine.frontend import Tokenizer
 from engine.leash import on_parent_gone
@@ -272,14 +273,16 @@ def pages_that_fit(page_bytes: int, wanted: int, device: torch.device) -> int:
 
 
 def known_voices(checkpoint: checkpoints.Checkpoint, config: Config, tokenizer: Tokenizer) -> dict[str, Voice]:
-    """The checkpoint's own voices, and one per recording in the folder of prompts."""
+    """The checkpoint's own voices, and one per recording in the folder of prompts. Raises ConfigError."""
     voices = read_voices(checkpoint.spk2info) if checkpoint.spk2info is not None else {}
     if config.model.prompts:
         conditioner = Conditioner(*checkpoint.cloning_models(), tokenizer)
         for wave in sorted(Path(config.model.prompts).expanduser().glob("*.wav")):
-            transcript = wave.with_suffix(".txt").read_text(encoding="utf-8")
-            voice = conditioner.voice(wave, transcript, name=wave.stem)
-            voices[wave.stem] = voice
+            try:
+                transcript = wave.with_suffix(".txt").read_text(encoding="utf-8")
+                voices[wave.stem] = conditioner.voice(wave, transcript, name=wave.stem)
+            except (BadVoice, OSError, UnicodeDecodeError) as error:
+                raise ConfigError(f"[model] prompts: {wave.name}: {error}") from error
     if not voices:
         raise ConfigError(f"{checkpoint.folder} holds no voices; name a folder of recordings in [model] prompts")
     return voices

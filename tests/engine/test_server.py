@@ -18,6 +18,7 @@ import pytest
 from websockets.asyncio.client import ClientConnection, unix_connect
 from websockets.exceptions import ConnectionClosed
 
+from engine import checkpoint as checkpoints
 from engine.config import Config, ConfigError, EngineConfig, ModelConfig
 from engine.messages import (
     Audio,
@@ -36,7 +37,7 @@ from engine.messages import (
     pack,
     unpack,
 )
-from engine.server import WarmUp, _claim, _serve, read
+from engine.server import WarmUp, _claim, _serve, known_voices, read
 from tests.random_checkpoint import TINY, random_checkpoint
 
 DEADLINE_S = 60
@@ -272,6 +273,19 @@ def test_the_start_shows_a_bar_on_a_terminal_and_lines_in_a_log(caplog: pytest.L
     assert [record.message.split(":")[0] for record in caplog.records[-5:-1]] == [
         f"warming up, {stage}" for stage in WarmUp.STAGES
     ]
+
+
+@pytest.mark.parametrize("transcript", [None, "Hello."])
+def test_a_prompt_that_is_no_recording_or_has_no_words_is_named(transcript: str | None, tmp_path: Path) -> None:
+    (tmp_path / "ann.wav").write_bytes(b"RIFF")
+    if transcript is not None:
+        (tmp_path / "ann.txt").write_text(transcript)
+    config = Config(model=ModelConfig(prompts=str(tmp_path)))
+    checkpoint = checkpoints.load(config.model.folder, "cpu")
+    with pytest.raises(
+        ConfigError, match=r"\[model\] prompts: ann.wav: " + ("the file can't" if transcript else ".*ann.txt")
+    ):
+        known_voices(checkpoint, config, checkpoint.tokenizer())
 
 
 def test_a_checkpoint_that_is_not_there_is_said_in_one_line(tmp_path: Path) -> None:
