@@ -275,16 +275,13 @@ def test_the_start_shows_a_bar_on_a_terminal_and_lines_in_a_log(caplog: pytest.L
     ]
 
 
-@pytest.mark.parametrize("transcript", [None, "Hello."])
-def test_a_prompt_that_is_no_recording_or_has_no_words_is_named(transcript: str | None, tmp_path: Path) -> None:
-    (tmp_path / "ann.wav").write_bytes(b"RIFF")
-    if transcript is not None:
-        (tmp_path / "ann.txt").write_text(transcript)
+@pytest.mark.parametrize(("suffix", "why"), [(".txt", "the file can't be decoded"), (".no", ".*ann.txt")])
+def test_a_prompt_without_sound_or_words_is_named(suffix: str, why: str, tmp_path: Path) -> None:
+    for name in (".wav", suffix):
+        (tmp_path / f"ann{name}").write_bytes(b"RIFF")
     config = Config(model=ModelConfig(prompts=str(tmp_path)))
     checkpoint = checkpoints.load(config.model.folder, "cpu")
-    with pytest.raises(
-        ConfigError, match=r"\[model\] prompts: ann.wav: " + ("the file can't" if transcript else ".*ann.txt")
-    ):
+    with pytest.raises(ConfigError, match=rf"\[model\] prompts: ann.wav: {why}"):
         known_voices(checkpoint, config, checkpoint.tokenizer())
 
 

@@ -82,21 +82,16 @@ def test_an_embedding_alone_is_a_voice_without_a_prompt(tmp_path: Path) -> None:
     assert read.mel.shape == (0, 80)
 
 
-def test_a_longer_mel_is_cut_to_the_tokens(tmp_path: Path) -> None:
-    entry = {
-        "flow_prompt_speech_token": torch.arange(4)[None],
-        "prompt_speech_feat": torch.rand(1, 11, 80),
-        "flow_embedding": torch.rand(1, 192),
-    }
-    torch.save({"x": entry}, tmp_path / "spk2info.pt")
-    assert read_voices(tmp_path / "spk2info.pt")["x"].mel.shape == (8, 80)
-
-
 PROMPT = {
-    "flow_prompt_speech_token": torch.arange(2)[None],
-    "prompt_speech_feat": torch.rand(1, 4, 80),
+    "flow_prompt_speech_token": torch.arange(4)[None],
+    "prompt_speech_feat": torch.rand(1, 11, 80),
     "flow_embedding": torch.rand(1, 192),
 }
+
+
+def test_a_longer_mel_is_cut_to_the_tokens(tmp_path: Path) -> None:
+    torch.save({"x": PROMPT}, tmp_path / "spk2info.pt")
+    assert read_voices(tmp_path / "spk2info.pt")["x"].mel.shape == (8, 80)
 
 
 @pytest.mark.parametrize(
