@@ -60,8 +60,9 @@ MAX_SILENT_RUN = 75  # ids, three seconds: a talker that says nothing for so lon
 MODEL_OF = {TALKER: TALKER, PREFILL: TALKER, FLOW: FLOW, WHOLE: FLOW, HIFT: HIFT}  # whose time a stage is
 IN_FLIGHT = 2  # launches of a stage: one runs, the next waits behind it
 CHUNK_FRAMES = 50
-PREFIX_UNITS = 40  # chunks of new voices' prompts that are solved beside a launch's rows
-PREFIX_ROWS = 16  # and prompts that they may belong to
+LAUNCH_UNITS = 64  # a launch of the flow is filled up to so many chunks with those of new voices' prompts,
+PREFIX_UNITS = 32  # which have so many in any case
+PREFIX_ROWS = 16  # and belong to so many prompts at most
 
 
 class EngineFault(Exception):
@@ -433,19 +434,22 @@ class Runner:
             self._in_groups(streamed, self._solve, done)
             self._solve_prompts(self.prefixes.under_way(most_rows=1), done)
         else:
-            prompts = self.prefixes.under_way()
-            if streamed or prompts:
-                self._guarded(streamed, partial(self._solve, prompts=prompts), done)
+            if streamed or self.prefixes.is_solving:
+                self._guarded(streamed, partial(self._solve, has_prompts=True), done)
         self._in_groups(last, self._solve_last, done)
         self._in_groups(self._in_one_call(whole), self._solve_whole, done)
 
-    def _solve(self, rows: Sequence[FlowStep], done: Launched, prompts: Sequence[FlowRow] = ()) -> None:
+    def _solve(self, rows: Sequence[FlowStep], done: Launched, *, has_prompts: bool = False) -> None:
         ready: list[tuple[FlowStep, Segment, FlowRow]] = []
         for row in rows:
             segment = self._segment(row)
             if (flow := self._flow_ready(row, segment, done)) is not None:
                 ready.append((row, segment, flow))
-        self._step([*(flow for _, _, flow in ready if flow.is_staged), *prompts])
+        stepped = [flow for _, _, flow in ready if flow.is_staged]
+        if has_prompts:
+            free = LAUNCH_UNITS - sum(map(num_units, stepped))
+            stepped += self.prefixes.under_way(most_units=max(PREFIX_UNITS, free))
+        self._step(stepped)
         done.has_new_voice |= self.prefixes.settle()
         ended = [item for item in ready if self._is_hop_solved(item[2])]
         done.solved += [(row, False) for row, _, flow in ready if not self._is_hop_solved(flow)]
@@ -754,12 +758,12 @@ class Prefixes:
     def is_solving(self) -> bool:
         return bool(self._begun)
 
-    def under_way(self, most_rows: int = PREFIX_ROWS) -> list[FlowRow]:
-        """The first of those begun, with pages for them. One that finds none is given up until it is wanted again;
-        only for one that a row waits for do others go."""
+    def under_way(self, most_rows: int = PREFIX_ROWS, most_units: int = PREFIX_UNITS) -> list[FlowRow]:
+        """The first of those begun, one at least, with pages for them. One that finds none is given up until it is
+        wanted again; only for one that a row waits for do others go."""
         rows: list[FlowRow] = []
         for name, row in list(self._begun.items()):
-            if len(rows) == most_rows or rows and sum(map(num_units, (*rows, row))) > PREFIX_UNITS:
+            if len(rows) == most_rows or rows and sum(map(num_units, (*rows, row))) > most_units:
                 break
             try:
                 if name in self._wanted:

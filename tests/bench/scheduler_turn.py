@@ -333,9 +333,7 @@ class Counts:
 
 
 @contextlib.contextmanager
-def opened_house(
-    *, lanes: int, pace: float, overlaps: bool, voices: Sequence[str] = ("anna", "bert")
-) -> Iterator[tuple[House, Counts]]:
+def opened_house(*, lanes: int, pace: float, overlaps: bool, voices: Sequence[str]) -> Iterator[tuple[House, Counts]]:
     """An engine whose launches take their time, and nobody there yet. -> its house, and what is counted."""
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = random_checkpoint(Path(folder), TINY, prompt_tokens=125, voices=tuple(voices))
@@ -386,9 +384,11 @@ def measure(
     pace: float = 1.0,
     warm_s: float = 8.0,
     overlaps: bool = True,
+    num_voices: int = 2,
 ) -> dict[str, float]:
     """Figures of so many seconds with so many listeners, after the first of them have come and gone."""
-    with opened_house(lanes=lanes, pace=pace, overlaps=overlaps) as (house, counts):
+    voices = [f"voice-{number}" for number in range(num_voices)]
+    with opened_house(lanes=lanes, pace=pace, overlaps=overlaps, voices=voices) as (house, counts):
         engine, runner = house.speaking.engine, house.speaking.runner
         house.come(listeners, within_s=5.0)
         _run(house, counts, until_s=warm_s)
@@ -523,6 +523,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="the host's cost of many listeners")
     parser.add_argument("--listeners", default="64,128,256,320")
     parser.add_argument("--lanes", type=int, default=256)
+    parser.add_argument("--voices", type=int, default=2, help="of the listeners, in turn")
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--pace", type=float, default=1.0, help="the host is so many times slower than this processor")
     parser.add_argument("--turns", action="store_true", help="talker and flow take turns on the device")
@@ -553,7 +554,12 @@ def print_listeners(given: argparse.Namespace) -> None:
         if profile is not None:
             profile.enable()
         found[listeners] = measure(
-            listeners, given.seconds, lanes=given.lanes, pace=given.pace, overlaps=not given.turns
+            listeners,
+            given.seconds,
+            lanes=given.lanes,
+            pace=given.pace,
+            overlaps=not given.turns,
+            num_voices=given.voices,
         )
         if profile is not None:
             profile.disable()

@@ -157,6 +157,13 @@ def test_the_oldest_unused_prompt_is_given_up_and_a_used_one_never(prefixes: Pre
     assert prefixes.store.lanes.num_used == 0
 
 
+def test_as_many_prompts_are_under_way_as_a_launch_has_room_for_and_one_at_least(prefixes: Prefixes) -> None:
+    for name in ("anna", "berta"):
+        prefixes.begin(a_voice(name))  # two whole chunks each
+    counts = [len(prefixes.under_way(most_units=most)) for most in (0, 3, 4, 64)]
+    assert counts == [1, 1, 2, 2]
+
+
 @torch.inference_mode()
 def test_prompts_solved_side_by_side_are_those_solved_alone(prefixes: Prefixes) -> None:
     together, alone = Prefixes(prefixes.flow, FlowStore(TINY.flow, 8)), Prefixes(prefixes.flow, FlowStore(TINY.flow, 8))
