@@ -71,11 +71,15 @@ def clean(text: str) -> str:
     stay, since Indic and Persian words need them. Of marks heaped on one letter the first thirty stay: NFC sorts them
     in quadratic time, and lets no other thread run meanwhile.
     """
-    runs = groupby(text, lambda char: unicodedata.combining(char) > 0)
-    heaped = "".join(char for are_marks, run in runs for char in islice(run, _MOST_MARKS if are_marks else None))
+    heaped = text if text.isascii() else _few_marks(text)
     kept = "".join(map(_readable, unicodedata.normalize("NFC", heaped)))
     joined = re.sub(rf"(?<!\w)[{_JOINERS}]+|[{_JOINERS}]+(?!\w)", "", kept)
     return unicodedata.normalize("NFC", joined)
+
+
+def _few_marks(text: str) -> str:
+    runs = groupby(text, lambda char: unicodedata.combining(char) > 0)
+    return "".join(char for are_marks, run in runs for char in islice(run, _MOST_MARKS if are_marks else None))
 
 
 def _readable(char: str) -> str:
