@@ -341,7 +341,8 @@ def test_after_two_hundred_cancels_at_random_nothing_is_left(speaking: Speaking)
 def test_a_lane_whose_flow_gives_nan_ends_alone(make: Make) -> None:
     speaking, alone = make(), make()
     reader = speaking.engine.reader
-    broken = dataclasses.replace(reader.voices.get("bert"), id="broken", embedding=torch.full((192,), torch.nan))
+    broken = dataclasses.replace(reader.voices.get("bert"), id="broken", embedding=torch.ones(192))
+    broken.embedding.fill_(torch.nan)  # a voice is checked when it is made
     reader.voices = VoiceStore({**reader.voices.builtin, "broken": broken})
     speaking.open(1, "Hi, you.", seed=5)
     speaking.open(2, "Hi, you.", voice="broken")
@@ -353,17 +354,31 @@ def test_a_lane_whose_flow_gives_nan_ends_alone(make: Make) -> None:
     speaking.assert_empty()
 
 
-POISON = 540  # a text id that no text gives
+POISON = 530  # a text id that no text gives
 
 
-def poison(speaking: Speaking, text_id: int = POISON) -> None:
-    """The transcript of bert's prompt begins with this id, and POISON is not a number to the talker."""
+def poison(speaking: Speaking) -> None:
+    """The transcript of bert's prompt begins with POISON, which is not a number to the talker."""
     talker = speaking.runner.models.talker
     with torch.no_grad():
         talker.decoder.embed_tokens.weight[POISON] = torch.nan
     voices = speaking.engine.reader.voices
     bert = voices.get("bert")
-    voices.builtin["bert"] = dataclasses.replace(bert, prompt_text=(text_id, *bert.prompt_text))
+    voices.builtin["bert"] = dataclasses.replace(bert, prompt_text=(POISON, *bert.prompt_text))
+
+
+def refuse_poison(speaking: Speaking) -> None:
+    """A launch with bert's prompt raises."""
+    poison(speaking)
+    talkers = speaking.runner.talkers
+    seat = talkers.seat
+
+    def refusing(lane: int, prompt: list[int], **settings: Any) -> int:
+        if speaking.runner.models.talker.shape.speech_vocab + POISON in prompt:
+            raise IndexError("an index out of range")
+        return seat(lane, prompt, **settings)
+
+    talkers.seat = refusing  # type: ignore[method-assign]
 
 
 def test_a_lane_whose_talker_gives_nan_ends_alone(make: Make) -> None:
@@ -380,7 +395,7 @@ def test_a_lane_whose_talker_gives_nan_ends_alone(make: Make) -> None:
 
 def test_an_exception_in_one_lane_ends_it_alone_on_the_cpu(folder: Path) -> None:
     speaking = Speaking(folder)
-    poison(speaking, 10**6)  # beyond the table
+    refuse_poison(speaking)
     speaking.open(1, "Hi.")
     speaking.open(2, "Hi.", voice="bert")
     speaking.finish([1, 2])
@@ -393,7 +408,7 @@ def test_an_exception_in_one_lane_ends_it_alone_on_the_cpu(folder: Path) -> None
 
 def test_an_exception_in_a_shared_launch_is_the_engines_end(folder: Path) -> None:
     speaking = Speaking(folder, rows_per_launch=12)
-    poison(speaking, 10**6)
+    refuse_poison(speaking)
     speaking.open(1, "Hi.")
     speaking.open(2, "Hi.", voice="bert")
     with pytest.raises(EngineFault):
@@ -644,7 +659,8 @@ def test_many_voices_at_once_are_each_their_own(tmp_path: Path) -> None:
 
 def test_a_warm_up_that_fails_is_the_engines_fault(speaking: Speaking) -> None:
     voices: dict[str, Voice] = dict(speaking.engine.reader.voices.builtin)
-    voices["anna"] = dataclasses.replace(voices["anna"], embedding=torch.full((192,), torch.nan))
+    voices["anna"] = dataclasses.replace(voices["anna"], embedding=torch.ones(192))
+    voices["anna"].embedding.fill_(torch.nan)  # a voice is checked when it is made
     speaking.engine.reader.voices = VoiceStore(voices)
     with pytest.raises(EngineFault, match="warm-up"):
         speaking.engine.warm()
@@ -808,7 +824,8 @@ def test_on_a_gpu_cancels_at_random_leave_nothing(gpu: Speaking) -> None:
 @pytest.mark.gpu
 def test_on_a_gpu_a_lane_that_gives_nan_ends_alone(gpu: Speaking) -> None:
     reader, store = gpu.engine.reader, gpu.engine.reader.voices
-    broken = dataclasses.replace(store.get("bert"), id="broken", embedding=torch.full((192,), torch.nan))
+    broken = dataclasses.replace(store.get("bert"), id="broken", embedding=torch.ones(192))
+    broken.embedding.fill_(torch.nan)  # a voice is checked when it is made
     reader.voices = VoiceStore({**store.builtin, "broken": broken})
     try:
         alone = gpu.speak(1, "Hello to you.", seed=5)
