@@ -103,12 +103,27 @@ class Crops:
     f0: Tensor
     first_frame: Tensor
 
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The very tensors; dataclasses.astuple would copy them."""
+        return self.mel, self.wave, self.f0, self.first_frame
+
+    def clone(self) -> "Crops":
+        return Crops(*(value.clone() for value in self.tensors()))
+
+    def copy_(self, crops: "Crops") -> None:
+        """Take the values of crops of the same shapes, in place."""
+        for held, value in zip(self.tensors(), crops.tensors(), strict=True):
+            held.copy_(value)
+
 
 class Waves:
     """Waves and F0 of the utterances, cropped at random on the device."""
 
-    def __init__(self, device: torch.device, *, frames: int, judged: int, hours: float) -> None:
-        self.device, self.frames, self.judged = device, frames, judged
+    def __init__(
+        self, device: torch.device, *, frames: int, judged: int, hours: float, are_held_out: bool = False
+    ) -> None:
+        """are_held_out: of the utterances that no training sees, instead of the others."""
+        self.device, self.frames, self.judged, self._are_held_out = device, frames, judged, are_held_out
         self._wave = Growing(torch.int16, device, rows=int(hours * 3600 * 24000))
         self._f0 = Growing(torch.float16, device, rows=int(hours * 3600 * 80))
         self._limit = int(hours * 3600 * 24000)
@@ -124,7 +139,7 @@ class Waves:
 
     def take(self, shards: Shards) -> None:
         """Copy the shards that are new, while they fit."""
-        train = _rows_by_shard(shards, shards.train)
+        chosen = _rows_by_shard(shards, shards.held_out if self._are_held_out else shards.train)
         for number in range(self._shards_taken, len(shards.shards)):
             shard = shards.shards[number]
             if self._wave.size + len(shard.wave) > self._limit and len(self._table):
@@ -132,7 +147,7 @@ class Waves:
             base = self._wave.size
             self._wave.append(torch.from_numpy(np.array(shard.wave)))
             self._f0.append(torch.from_numpy(np.array(shard.f0)))
-            for row in train[number]:
+            for row in chosen[number]:
                 span = shard.units_of(row)
                 length = (span.stop - span.start) * UNIT_SAMPLES
                 if length // MEL_HOP >= self.frames + 2:

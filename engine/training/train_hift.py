@@ -10,7 +10,6 @@ B rows, F mel frames of 20 ms, S = 480 F samples.
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import astuple
 
 import torch
 from torch import Tensor, nn
@@ -178,7 +177,7 @@ class Trainer:
 
 def captured(trainer: Trainer, example: Crops, *, is_judged: bool) -> Callable[[Crops], Losses]:
     """The step as one graph over fixed crops. Three steps are taken on the way."""
-    fixed = Crops(*(value.clone() for value in astuple(example)))
+    fixed = example.clone()
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -190,8 +189,7 @@ def captured(trainer: Trainer, example: Crops, *, is_judged: bool) -> Callable[[
         losses = trainer.step(fixed, is_judged=is_judged)
 
     def replay(crops: Crops) -> Losses:
-        for held, value in zip(astuple(fixed), astuple(crops), strict=True):
-            held.copy_(value)
+        fixed.copy_(crops)
         graph.replay()
         return {name: loss.clone() for name, loss in losses.items()}
 
@@ -257,6 +255,8 @@ def train(stage: Stage) -> None:
     is_resumed = resume(hift, stage.out / "hift.safetensors", stage.log)
     waves = Waves(stage.device, frames=FRAMES, judged=JUDGED, hours=0.2 if stage.is_toy else 60.0)
     shards = wait_for_shards(stage, waves, 8 if stage.is_toy else 1000)
+    held_out = Waves(stage.device, frames=FRAMES, judged=JUDGED, hours=0.2 if stage.is_toy else 2.0, are_held_out=True)
+    held_out.take(shards)
     if stage.compile:
         fuse(hift, stage)
     trainer = Trainer(stage, hift, Spectra(stage.device))
@@ -285,7 +285,23 @@ def train(stage: Stage) -> None:
             if shards.refresh():
                 waves.take(shards)
                 stage.log.info("now %d utterances", len(waves))
+            tell_held_out(trainer, ema, held_out)
+    tell_held_out(trainer, ema, held_out)
     save(trainer, ema)
+
+
+def tell_held_out(trainer: Trainer, ema: Ema, waves: Waves) -> None:
+    """Logs the average's mel distance on the same crops of `waves` each time."""
+    if not len(waves):
+        return
+    stage = trainer.stage
+    with torch.no_grad(), torch.random.fork_rng(devices=[stage.device] if stage.device.type == "cuda" else []):
+        torch.manual_seed(0)
+        crops = waves.crops(2 if stage.is_toy else ROWS)
+        with ema.applied():
+            fake, _ = trainer.make(crops)
+        mel = trainer.spectra.mel(fake, cut(crops.wave, crops.first_frame))
+    stage.log.info("held out: mel %.4g", float(mel))
 
 
 def save(trainer: Trainer, ema: Ema) -> None:

@@ -311,6 +311,27 @@ def test_dense_convolution_equals_the_grouped_one() -> None:
     torch.testing.assert_close(conv(x), grouped)
 
 
+def test_the_crops_of_a_captured_step_take_the_values_of_others(data: Path) -> None:
+    waves = Waves(CPU, frames=32, judged=24, hours=0.1)
+    waves.take(Shards(data))
+    first, second = waves.crops(2), waves.crops(2)
+    fixed = first.clone()
+    places = [value.data_ptr() for value in fixed.tensors()]
+    fixed.copy_(second)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(fixed.tensors(), second.tensors(), strict=True))
+    assert [value.data_ptr() for value in fixed.tensors()] == places
+    assert not torch.equal(first.wave, second.wave)
+
+
+def test_crops_held_out_are_of_other_utterances(data: Path) -> None:
+    shards = Shards(data)
+    kept, trained = (Waves(CPU, frames=32, judged=24, hours=0.1, are_held_out=flag) for flag in (True, False))
+    kept.take(shards)
+    trained.take(shards)
+    assert (len(kept), len(trained)) == (len(shards.held_out), len(shards.train))
+    assert not {int(start) for start, _ in kept._table} & {int(start) for start, _ in trained._table}
+
+
 @pytest.mark.slow
 def test_vocoder_steps_with_judges_have_finite_gradients(data: Path) -> None:
     torch.manual_seed(0)
