@@ -117,7 +117,7 @@ def main(full: Path, out: Path) -> None:
     cases = {name: keep(name, load_file(full / f"{name}.cases.safetensors")) for name in KEPT}
     for name, kept in cases.items():
         manifest = cut_manifest(name, json.loads((full / f"{name}.json").read_text()), kept)
-        (out / f"{name}.json").write_text(json.dumps(manifest, indent=None, ensure_ascii=False) + "\n")
+        (out / f"{name}.json").write_text(json.dumps(manifest, separators=(",", ":"), ensure_ascii=False) + "\n")
         weights = full / f"{name}.weights.safetensors"
         if weights.is_file():
             ids = speech_ids(kept, ("token", "prompt_token", "forced_tokens", "prompt_speech_token"), manifest)
