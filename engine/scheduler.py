@@ -565,24 +565,36 @@ class Scheduler:
         return dry_first is not None and dry_first.due_s - now < self.limits.pressed_s
 
     def _talker_rows(self, urgent: list[_Context], rest_from_s: float) -> tuple[TalkerRow, ...]:
-        """One row for each lane that may go on; prompts share out the rows of a step in their order.
-
-        Newcomers go in groups of as many as the flow takes at once: while one is on its way to its first hops, no more
-        prompts are begun, which would only keep the flow waiting that could run beside."""
+        """One row for each lane that may go on; prompts share out the rows of a step in their order."""
         rows, prefill, is_pressed = [], self.limits.prefill_rows, rest_from_s < INFINITY
-        if not any(context.is_dawning for context in urgent):
-            self._may_begin = self.limits.flow_rows_least if self.limits.overlaps else self.limits.lanes
+        has_newcomer = False
         for context in urgent:
             if is_pressed and self._may_rest(context, rest_from_s):
                 continue
-            is_next = context.is_streaming and not context.samples and not context.runs[0].rows_fed
             row = self._talker_row(context, prefill)
-            if row is None or is_next and not self._may_begin:
+            if row is None:
                 continue
+            if row.is_prompt:
+                if context.is_streaming and not context.samples and not row.start:
+                    if not has_newcomer:
+                        has_newcomer = True
+                        self._admit_group(urgent)
+                    if not self._may_begin:
+                        continue
+                    self._may_begin -= 1
+                prefill -= row.rows
             rows.append(row)
-            prefill -= row.rows if row.is_prompt else 0
-            self._may_begin -= is_next
         return tuple(rows)
+
+    def _admit_group(self, urgent: list[_Context]) -> None:
+        """Newcomers go in groups of as many as the flow takes at once, where it runs beside the talker.
+
+        While a group is on its way to its first hops, no more prompts are begun: they would keep the flow waiting.
+        """
+        if not self.limits.overlaps:
+            self._may_begin = self.limits.lanes
+        elif not any(context.is_dawning for context in urgent):
+            self._may_begin = self.limits.flow_rows_least
 
     def _may_rest(self, context: _Context, rest_from_s: float) -> bool:
         """Do the talker's tokens last beyond this moment, and has the flow enough of them for its next hop?"""

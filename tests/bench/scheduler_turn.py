@@ -53,42 +53,17 @@ from gateway.context import START_LEAD_S
 from tests.engine.speaking import TERMINAL, Speaking
 from tests.random_checkpoint import TINY, random_checkpoint
 
+UNITS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256)  # of the flow's tiers; 24, 48 and 96 interpolated
 ALONE = {  # milliseconds by rows
     TALKER: {1: 1.05, 8: 1.07, 16: 1.08, 32: 1.11, 64: 1.15, 128: 1.28, 256: 1.67},
     PREFILL: {128: 1.6, 256: 1.9, 512: 2.2, 1024: 2.8, 2048: 4.6, 16384: 33.0},
-    FLOW: {
-        1: 1.2,
-        2: 1.4,
-        4: 1.4,
-        8: 1.65,
-        16: 2.9,
-        24: 3.5,
-        32: 4.4,
-        48: 6.0,
-        64: 7.4,
-        96: 10.2,
-        128: 12.5,
-        256: 23.0,
-    },
+    FLOW: dict(zip(UNITS, (1.2, 1.4, 1.4, 1.65, 2.9, 3.5, 4.4, 6.0, 7.4, 10.2, 12.5, 23.0), strict=True)),
     HIFT: {1: 1.35, 8: 1.4, 16: 1.6, 32: 2.0, 64: 3.9, 128: 7.5},  # 64 and more extrapolated
 }
 BESIDE = {  # while the other stream is busy too
     TALKER: {1: 1.05, 2: 2.07, 8: 2.3, 32: 2.63, 64: 2.46, 128: 2.7, 256: 3.2},
     PREFILL: {128: 1.7, 256: 2.6, 512: 3.0, 1024: 3.6, 2048: 5.0, 16384: 36.0},
-    FLOW: {
-        1: 1.45,
-        2: 2.0,
-        4: 2.2,
-        8: 2.2,
-        16: 3.7,
-        24: 4.3,
-        32: 4.9,
-        48: 6.3,
-        64: 7.4,
-        96: 10.5,
-        128: 13.0,
-        256: 24.0,
-    },
+    FLOW: dict(zip(UNITS, (1.45, 2.0, 2.2, 2.2, 3.7, 4.3, 4.9, 6.3, 7.4, 10.5, 13.0, 24.0), strict=True)),
     HIFT: {1: 1.6, 8: 2.0, 16: 2.2, 32: 3.1, 64: 5.5, 128: 10.0},
 }
 HOST_S = (5e-4, 8e-6)  # of a turn that launches, and of each of its rows

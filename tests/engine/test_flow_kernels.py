@@ -117,8 +117,6 @@ def test_ends_of_a_step(place: Place, nets: tuple[Packed, Packed]) -> None:
 @pytest.mark.parametrize(("batch", "frames"), [(1, 7), (2, 50), (3, 300)])
 @torch.inference_mode()
 def test_position_convolution(place: Place, nets: tuple[Packed, Packed], batch: int, frames: int) -> None:
-    if place[0] == "cpu" and frames > 50:
-        pytest.skip("slow to interpret")
     x = draw(place, batch, 30 + frames, place[1].dim)
     for index in range(2):
         assert_near(nets[1].conv_mish(x, index), nets[0].conv_mish(x, index), place)

@@ -744,6 +744,17 @@ def test_a_burst_goes_in_groups_only_if_the_flow_runs_beside_the_talker(overlaps
     assert len(bench.step().talker) == begun
 
 
+def test_who_comes_after_all_lanes_were_begun_waits_for_no_group_where_launches_take_turns() -> None:
+    bench = Bench(Limits(lanes=2, overlaps=False), lag=1)
+    for context in (1, 2):
+        bench.open(context, "30")
+        bench.step()
+    bench.take(Cancel(context=1, epoch=0))
+    bench.open(3, "30")
+    begun = [row.lane.index for _ in range(3) for row in bench.step().talker if row.is_prompt]
+    assert begun, "context 2 has not had its first hop, and context 3 is kept waiting for it"
+
+
 def test_who_is_heard_already_does_not_wait_for_a_group_of_newcomers() -> None:
     bench = Bench(Limits(lanes=8, flow_rows_least=1))
     bench.open(1, "30", end=False)
