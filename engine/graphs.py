@@ -6,9 +6,11 @@ writes buffers whose addresses never change. Capture the largest tier first: the
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -82,6 +84,21 @@ class Graphs:
     def _captured(self, body: Body) -> Body:
         graph = torch.cuda.CUDAGraph()
         # Only this thread's calls may break the capture: others go on loading voices meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"):
+        with (
+            garbage_kept(),
+            torch.cuda.graph(graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"),
+        ):
             body()
         return graph.replay
+
+
+@contextmanager
+def garbage_kept() -> Iterator[None]:
+    """A collection may free an old graph or its memory, which breaks a capture under way."""
+    was_collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_collecting:
+            gc.enable()

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import Tensor
 
-from engine.graphs import CaptureAfterStart, Graphs
+from engine.graphs import CaptureAfterStart, Graphs, garbage_kept
 
 
 def add_one(x: Tensor) -> None:
     x.add_(1)
+
+
+class Ring:
+    """What only a collection frees."""
+
+    def __init__(self) -> None:
+        self.itself = self
 
 
 def copy_twice(x: Tensor, out: Tensor) -> None:
@@ -41,6 +51,24 @@ def test_nothing_is_captured_after_the_start() -> None:
     with pytest.raises(CaptureAfterStart, match="flow 16.*flow 8"):
         graphs.capture("flow 16", lambda: None)
     assert seen == graphs.names == ["flow 8"]
+
+
+@pytest.mark.parametrize("is_collecting", [True, False])
+def test_no_garbage_is_freed_during_a_capture(is_collecting: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gc.isenabled", lambda: is_collecting)
+    enabled: list[bool] = []
+    monkeypatch.setattr("gc.enable", lambda: enabled.append(True))
+    try:
+        with garbage_kept():
+            ring = weakref.ref(Ring())
+            _kept = [[] for _ in range(20 * gc.get_threshold()[0])]
+            assert ring() is not None
+    finally:
+        monkeypatch.undo()
+        gc.enable()
+    assert enabled == [True] * is_collecting
+    gc.collect()
+    assert ring() is None
 
 
 @pytest.mark.gpu
