@@ -189,18 +189,23 @@ class Pool:
 
     def _pair(self, segments: NDArray[np.int64], targets: NDArray[np.int64], chosen: NDArray[np.bool_],
               rng: np.random.Generator) -> NDArray[np.bool_]:  # fmt: skip
-        """Give the chosen rows a random prompt of 1.2 to 8 s of their speaker; returns the rows that got one."""
+        """Give the chosen rows another utterance of their speaker, 1.2 to 8 s, as a prompt; returns those that got one.
+        A row prompted with itself would only learn to copy."""
         lengths = self._speech[:, 1]
+        done = np.zeros(len(targets), np.bool_)
         for speaker in np.unique(self._speaker):
             able = np.flatnonzero((self._speaker == speaker) & (lengths >= 30) & (lengths <= 200))
             rows = np.flatnonzero(chosen & (self._speaker[targets] == speaker))
             if not len(able):
-                chosen = chosen & (self._speaker[targets] != speaker)
                 continue
-            prompts = rng.choice(able, len(rows))
+            which = rng.integers(len(able), size=len(rows))
+            which[able[which] == targets[rows]] += 1
+            prompts = able[which % len(able)]
+            rows, prompts = rows[prompts != targets[rows]], prompts[prompts != targets[rows]]
             segments[rows, 2] = self._clean[prompts]
             segments[rows, 5] = self._speech[prompts]
-        return chosen.copy()
+            done[rows] = True
+        return done
 
     def _fix(self, segments: NDArray[np.int64], targets: NDArray[np.int64], chosen: NDArray[np.bool_],
              rng: np.random.Generator) -> NDArray[np.bool_]:  # fmt: skip

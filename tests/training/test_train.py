@@ -188,6 +188,20 @@ def test_rows_are_what_serving_feeds(data: Path) -> None:
     assert seen == {(True, True), (True, False), (False, False)}  # a pair, the served prompt, no prompt
 
 
+def test_no_row_is_prompted_with_itself(data: Path) -> None:
+    pool, _ = pool_of(data)
+    pool.speaker[0] = max(pool.speaker) + 1  # it has no other utterance
+    pool._arrays()
+    paired = 0
+    for epoch in range(8):
+        for batch in pool.epoch(np.random.default_rng(epoch), 2048):
+            prompted = batch.lengths[:, train_talker.PROMPT_SPEECH].bool() & batch.free_prompt
+            paired += int(prompted.sum())
+            same = batch.starts[:, train_talker.PROMPT_SPEECH] == batch.starts[:, train_talker.SPEECH]
+            assert not (same & prompted).any()
+    assert paired > 0
+
+
 def test_woven_rows_are_what_a_stream_of_text_feeds(data: Path) -> None:
     pool, talker = pool_of(data)
     special, offset = talker.shape.special, talker.shape.speech_vocab
