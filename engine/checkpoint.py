@@ -64,6 +64,7 @@ class Settings:
     guidance: float = 0.7
     flow_head_dim: int = 64  # used only where flow.pt lacks inv_freq
     tone_steps: int = 1  # of the vocoder's excitation in a mel frame
+    reads_ascii: bool = False  # the talker knows no other letters: others are spelled in these
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -91,7 +92,7 @@ class Checkpoint:
     def tokenizer(self) -> Tokenizer:
         """Raises CheckpointError for one that can't be read, or that has more ids than the talker."""
         try:
-            tokenizer = Tokenizer(self.tokenizer_dir)
+            tokenizer = Tokenizer(self.tokenizer_dir, reads_ascii=self.settings.reads_ascii)
         except TokenizerError as error:
             raise CheckpointError(str(error)) from error
         if tokenizer.size > (most := self.talker.shape.text_vocab):
@@ -316,6 +317,12 @@ class Leaves:
                 return self._number(value, path)
         return default
 
+    def flag(self, default: bool, path: str) -> bool:
+        value = self._at(path)
+        if value is not None and not isinstance(value, bool):
+            raise ValueError(f"{path} is {shown(value)}, neither true nor false")
+        return default if value is None else value
+
     def numbers(self, default: tuple[int, ...], path: str) -> tuple[int, ...]:
         value = self._at(path)
         if value is None:
@@ -392,6 +399,7 @@ def settings_of(leaves: Leaves) -> Settings:
         ),
         flow_head_dim=int(leaves.number(official.flow_head_dim, estimator + "dim_head")),
         tone_steps=int(leaves.number(official.tone_steps, "hift.tone_steps")),
+        reads_ascii=leaves.flag(official.reads_ascii, "frontend.reads_ascii"),
     )
     if settings.tone_steps not in (1, FRAME_SAMPLES):
         raise ValueError(f"hift.tone_steps is {settings.tone_steps}, expected 1 or {FRAME_SAMPLES}")

@@ -53,6 +53,7 @@ class CloningModels:
     speech_tokenizer: Path
     speaker_encoder: Path
     tokenizer: Path  # a folder
+    reads_ascii: bool = False  # Settings.reads_ascii
 
     def fingerprint(self) -> str:
         """Names a set of files by their names, sizes and both ends: the largest has a gigabyte."""
@@ -261,6 +262,7 @@ class ConditioningChild:
             "-m",
             "engine.cloning",
             *(str(path) for path in (models.speech_tokenizer, models.speaker_encoder, models.tokenizer)),
+            str(int(models.reads_ascii)),
             str(self._threads),
             stdin=asyncio.subprocess.PIPE,  # ends when we do, even if we are killed
             stdout=asyncio.subprocess.PIPE,
@@ -279,13 +281,12 @@ def main(arguments: list[str]) -> int:
     from engine.frontend import Tokenizer
 
     os.nice(10)  # speech comes first
-    speech_tokenizer, speaker_encoder, tokenizer, threads = arguments
+    speech_tokenizer, speaker_encoder, folder, reads_ascii, threads = arguments
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints is no answer
     torch.set_num_threads(int(threads))
-    conditioner = Conditioner(
-        Path(speech_tokenizer), Path(speaker_encoder), Tokenizer(Path(tokenizer)), threads=int(threads)
-    )
+    tokenizer = Tokenizer(Path(folder), reads_ascii=bool(int(reads_ascii)))
+    conditioner = Conditioner(Path(speech_tokenizer), Path(speaker_encoder), tokenizer, threads=int(threads))
     while (request := _read(sys.stdin.buffer)) is not None:
         answers.write(_framed(answer(conditioner, request)))
         answers.flush()

@@ -16,6 +16,8 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, Literal
 
+from anyascii import anyascii
+
 END_OF_PROMPT = "<|endofprompt|>"
 PROMPT_PREFIX = "You are a helpful assistant."
 
@@ -595,9 +597,11 @@ class Tokenizer:
     """Text <-> ids of a Qwen2-style folder, official or small; special ids follow the vocabulary that is there.
 
     specials       token -> id          end_of_prompt  id of `<|endofprompt|>`, 151646 in the release
+    reads_ascii    letters beyond ASCII are spelled within it ("é" as "e"), for a talker that has met no others
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, reads_ascii: bool = False) -> None:
+        self._reads_ascii = reads_ascii
         self._steered = _load(folder)
         add_specials(self._steered)
         self._plain = type(self._steered).from_str(self._steered.to_str())
@@ -616,6 +620,8 @@ class Tokenizer:
         """Ids of a text, nothing added. Special ids come out only where `allow_controls` is set."""
         tokenizer = self._steered if allow_controls else self._plain
         readable = text.encode("utf-8", "ignore").decode()  # a lone surrogate has no bytes
+        if self._reads_ascii:
+            readable = anyascii(readable)
         return list(tokenizer.encode(readable, add_special_tokens=False).ids)
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -309,7 +309,8 @@ def cloning_models(folder: Path) -> CloningModels | None:
     tokenizer, encoder = (checkpoints.found(folder / name) for name in (checkpoints.TOKENIZER, checkpoints.ENCODER))
     if tokenizer is None or encoder is None:
         return None
-    return CloningModels(tokenizer, encoder, folder / checkpoints.BACKBONE)
+    settings = checkpoints.read_settings(folder / checkpoints.SETTINGS_FILE)
+    return CloningModels(tokenizer, encoder, folder / checkpoints.BACKBONE, settings.reads_ascii)
 
 
 # The process

@@ -34,6 +34,9 @@ token_frame_rate: 25
 token_mel_ratio: 2
 # Ids that the speech tokenizer gives to silence: {note}
 silent_tokens: {silent}
+frontend:
+  # It has read English alone.
+  reads_ascii: true
 hift:
   # The official staircase carries no pitch; of sines a small vocoder makes a voice.
   tone_steps: {tone_steps}
@@ -147,8 +150,8 @@ scratch by `engine/training`. It speaks English. Voices: {", ".join(names)}.
 | flow | DiT, 8 blocks of 192 | 5.2 M |
 | vocoder | HiFT, base 128 | 1.4 M |
 
-**The voice is synthetic.** All of its training audio, {hours:.0f} hours, was spoken by another speech synthesiser from
-the sentences described in `engine/training/corpus.py`; no recording of a person was used.
+**The voice is synthetic.** Its training audio, {hours:.0f} hours in all runs, was spoken by other speech synthesisers
+from the sentences described in `engine/training/corpus.py`, which recur; no recording of a person was used.
 
 - Teachers: hibari (PyPI `hibari-tts`, Apache-2.0), itself distilled from Kokoro-82M, with the grapheme-to-phoneme rules
   of misaki (Apache-2.0); and Kokoro-82M itself (weights and voices Apache-2.0, ONNX export MIT) in 22 of its English

@@ -346,6 +346,7 @@ FACTORS_OF_FACTORS = "a3: 1\nsample_rate: !ref <a0>\n" + "".join(
         ("llm: {mix_ratio: [5]}", "mix_ratio"),
         ("llm: {mix_ratio: 5}", "mix_ratio"),
         ("llm: {min_token_text_ratio: 3, max_token_text_ratio: 2}", "3.0 to 2.0"),
+        ("frontend: {reads_ascii: 1}", "reads_ascii is 1, neither true nor false"),
         ("hift: {tone_steps: 2}", "tone_steps is 2, expected 1 or 480"),
         ("x: !!python/object/apply:os.getcwd []", "can't be read"),
         ("a: [", "can't be read"),
@@ -392,6 +393,13 @@ def test_a_tensor_stored_once_under_two_names_is_found_under_both(tmp_path: Path
 
 def test_the_temperature_of_a_checkpoint_is_read(tmp_path: Path) -> None:
     assert settings_from(tmp_path, "llm:\n  sampling:\n    temperature: 0.5\n").sampling.temperature == 0.5
+
+
+def test_a_talker_of_ascii_alone_is_spelled_to(folder: Path) -> None:
+    assert load(folder, "cpu").tokenizer().encode("é") != load(folder, "cpu").tokenizer().encode("e")
+    (folder / "cosyvoice3.yaml").write_text("frontend: {reads_ascii: true}\n")
+    tokenizer = load(folder, "cpu").tokenizer()
+    assert tokenizer.encode("Größe, 嗯") == tokenizer.encode("Grosse, Ng")
 
 
 def test_how_often_tones_move_is_read(folder: Path) -> None:
