@@ -11,7 +11,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 from typing import NamedTuple, TypeVar
@@ -29,9 +29,7 @@ from engine.hift import Hift, HiftState
 from engine.noise import MAX_FRAMES
 from engine.sampler import Sampling
 from engine.scheduler import (
-    FlowRow as FlowStep,
-)
-from engine.scheduler import (
+    INFINITY,
     HiftRow,
     Lane,
     LaneFault,
@@ -43,9 +41,13 @@ from engine.scheduler import (
     TalkerRow,
     TextTooLong,
 )
+from engine.scheduler import (
+    FlowRow as FlowStep,
+)
 from engine.streams import Flight, Stream
 from engine.talker import Limits, SilentRunFilter, Talker, TalkerStore
 from engine.talker_lanes import TalkerLanes, Ticket
+from engine.text_stream import TextStream
 from engine.voices import Voice
 
 logger = logging.getLogger(__name__)
@@ -69,9 +71,19 @@ class EngineFault(Exception):
     """The device's state is unknown: fail every context, exit, be restarted."""
 
 
+@dataclass(frozen=True, slots=True)
+class Weave:
+    """How text that comes word by word is woven with speech, and what bounds it."""
+
+    mix: tuple[int, int]
+    end_of_prompt: int
+    most_text: int
+    code_ratios: tuple[float, float]
+
+
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Utterance:
-    """One part of a clause as the models take it."""
+    """One part of a clause as the models take it; with `weave`, what is known of it so far."""
 
     voice: Voice
     prompt: Prompt
@@ -79,6 +91,16 @@ class Utterance:
     sampling: Sampling
     seed: int
     is_streaming: bool
+    weave: Weave | None = None
+
+    def with_more(self, text: Sequence[int]) -> Utterance:
+        """Raises TextTooLong."""
+        assert self.weave is not None, "its text is whole"
+        whole = (*self.prompt.text, *text)
+        if len(whole) > self.weave.most_text:
+            raise TextTooLong(f"a clause of {len(whole)} text tokens, the limit is {self.weave.most_text}")
+        prompt = replace(self.prompt, text=whole, num_target=len(whole))
+        return replace(self, prompt=prompt, limits=part_limits(len(whole), self.voice, self.weave.code_ratios))
 
     @property
     def speech(self) -> list[int]:
@@ -103,6 +125,12 @@ class Segment:
     utterance: Utterance
     part: Part
     silence: SilentRunFilter
+    rows: list[int] = field(default_factory=list)  # ids fed before it draws; of a woven one, those of its turns so far
+    stream: TextStream | None = None  # of a woven one
+    turn_end: int = MANY  # codes, after which the talker waits for more rows,
+    waits_at: float = INFINITY  # having been fed so many
+    unfed: list[int] = field(default_factory=list)  # codes of this turn, which the next one's rows follow
+    has_turn: bool = True  # the lane doesn't know all of the rows yet
     has_talker: bool = False  # it holds its lane's talker
     is_talked: bool = False
     num_drawn: int = 0
@@ -121,8 +149,34 @@ class Segment:
         """Of the sampler's draws: a part of its own draws for itself."""
         return self.part.clause + (self.part.number << 32)
 
+    @property
+    def limits(self) -> Limits:
+        """Of this turn: a talker that waits for text may not stop before it."""
+        limits = self.utterance.limits
+        if self.turn_end < MANY:
+            return Limits(MANY, self.turn_end - self.num_drawn)
+        return Limits(limits.min_len, max(IN_FLIGHT, limits.max_len - self.num_drawn))
+
+    def take_turn(self) -> bool:
+        """Takes up a woven one's next turn, if the talker is through with the last and the text is there."""
+        if self.stream is None or self.has_turn or self.num_drawn < self.turn_end:
+            return False
+        turn = self.stream.next_turn(self.unfed)
+        if turn is None:
+            return False
+        self.rows = [*self.rows, *turn.rows]
+        self.unfed, self.has_turn = [], True
+        if turn.num_codes is None:
+            self.turn_end, self.waits_at = MANY, INFINITY
+        else:
+            self.turn_end = self.num_drawn + turn.num_codes
+            self.waits_at = len(self.rows) + turn.num_codes - 1
+        return True
+
     def add(self, code: int) -> None:
         self.num_drawn += 1
+        if self.turn_end < MANY:
+            self.unfed.append(code)
         is_kept = self.silence.keep(code)
         self.silent_run = 0 if is_kept else self.silent_run + 1
         if is_kept:
@@ -130,6 +184,8 @@ class Segment:
 
     @property
     def is_over(self) -> bool:
+        if self.turn_end < MANY:
+            return False
         return self.utterance.limits.is_over(self.num_drawn) or self.silent_run >= MAX_SILENT_RUN
 
 
@@ -150,6 +206,7 @@ class Landed:
     """What has come back, for the scheduler."""
 
     talked: list[tuple[TalkerRow, int, bool]] = field(default_factory=list)  # kept tokens, is it the end
+    given: list[tuple[Lane, Part, Lengths]] = field(default_factory=list)  # what else a woven part may be fed
     sounded: list[tuple[HiftRow, bytes]] = field(default_factory=list)
     faults: list[tuple[Lane, SpeechError]] = field(default_factory=list)
     num_flights: int = 0
@@ -243,6 +300,10 @@ class Runner:
     def lengths(self, utterance: Utterance) -> Lengths:
         return Lengths(utterance.prefill_rows, self.prefixes.prompt_tokens(utterance.voice))
 
+    def _woven_lengths(self, segment: Segment) -> Lengths:
+        prompt = self.prefixes.prompt_tokens(segment.utterance.voice)
+        return Lengths(len(segment.rows), prompt, segment.waits_at)
+
     def check(self, utterance: Utterance) -> None:
         """Raises TextTooLong if the caches could never hold this part."""
         rows, limit = utterance.most_rows, self.talkers.max_rows
@@ -257,10 +318,36 @@ class Runner:
         """Gives a part to its lane; the scheduler has checked the lease. A new voice's prompt is begun at once."""
         assert not self._lanes[lane.index] or self._leases[lane.index] == lane.lease, f"{lane} was never freed"
         self._leases[lane.index] = lane.lease
-        silence = SilentRunFilter(self.models.silent_ids)
-        self._lanes[lane.index][part] = Segment(utterance, part, silence)
+        segment = Segment(utterance, part, SilentRunFilter(self.models.silent_ids), self._first_rows(utterance))
+        if (weave := utterance.weave) is not None:
+            shape, prompt = self.models.talker.shape, utterance.prompt
+            segment.stream = TextStream(shape, prompt.prompt_text, utterance.speech, weave.end_of_prompt, mix=weave.mix)
+            segment.stream.push(prompt.text)
+            segment.turn_end, segment.waits_at, segment.has_turn = 0, 0, False
+        self._lanes[lane.index][part] = segment
         if utterance.is_streaming:
             self.expect(utterance.voice)
+
+    def _first_rows(self, used: Utterance) -> list[int]:
+        if used.weave is not None:
+            return []
+        return self.models.talker.prompt_ids(used.prompt.prompt_text, used.prompt.text, used.speech)
+
+    def has_part(self, lane: Lane, part: Part) -> bool:
+        return self._leases[lane.index] == lane.lease and part in self._lanes[lane.index]
+
+    def hear(self, lane: Lane, part: Part, text: Sequence[int], *, is_last: bool) -> Lengths:
+        """More text ids of a woven part. -> what it may be fed now. Raises TextTooLong."""
+        segment = self._lanes[lane.index][part]
+        assert segment.stream is not None, "its text is whole"
+        if text:
+            segment.utterance = segment.utterance.with_more(text)
+            segment.stream.push(text)
+        self.check(segment.utterance)
+        if is_last:
+            segment.stream.end()
+        segment.take_turn()
+        return self._woven_lengths(segment)
 
     def expect(self, voice: Voice) -> None:
         """Has the voice's prompt solved, if it isn't: before anybody waits for it, if there is time."""
@@ -367,10 +454,10 @@ class Runner:
             elif (start := self._talker_start(row, segment)) is None:
                 done.blocked.append(row)
             else:
-                upto = min(start + row.rows, segment.utterance.prefill_rows)
+                upto = min(start + row.rows, len(segment.rows))
                 chunks.append((row.lane.index, start, upto - start))
                 done.fed.append((row, upto))
-                if upto == segment.utterance.prefill_rows:
+                if upto == len(segment.rows):
                     ending.append(Spoken(row, segment))
         if chunks:
             with self._launched(PREFILL, sum(count for _, _, count in chunks)) as flight:
@@ -381,17 +468,19 @@ class Runner:
                 flight.land = partial(self._land_ids, steps, ticket)
 
     def _talker_start(self, row: TalkerRow, segment: Segment) -> int | None:
-        """The first row of the prompt that is still to be fed. None: there are no pages for a new talker."""
-        if row.start > 0:
+        """The first of the rows that are still to be fed. None: there are no pages for them."""
+        if not segment.has_turn:
             return row.start
-        used = segment.utterance
-        prompt = self.models.talker.prompt_ids(used.prompt.prompt_text, used.prompt.text, used.speech)
-        settings = {"sampling": used.sampling, "seed": used.seed, "clause": segment.clause, "limits": used.limits}
+        used, lane, start = segment.utterance, row.lane.index, row.start
+        settings = {"sampling": used.sampling, "seed": used.seed, "clause": segment.clause, "limits": segment.limits}
         try:
-            start = self.talkers.seat(row.lane.index, prompt, **settings)
+            if segment.has_talker:
+                self.talkers.extend(lane, segment.rows, limits=segment.limits)
+            else:
+                start = self.talkers.seat(lane, segment.rows, **settings)
         except OutOfPages:
             return None
-        segment.has_talker = True
+        segment.has_talker, segment.has_turn = True, False
         return start
 
     def _land_ids(self, spoken: Sequence[Spoken], ticket: Ticket, landed: Landed) -> None:
@@ -403,6 +492,8 @@ class Runner:
                 self._release_talker(row.lane, segment)
             else:
                 landed.talked.append((row, *self._add(row.lane, segment, code)))
+                if segment.take_turn():
+                    landed.given.append((row.lane, row.part, self._woven_lengths(segment)))
 
     def _add(self, lane: Lane, segment: Segment, code: int) -> tuple[int, bool]:
         """-> kept tokens, and whether the talker is through."""

@@ -54,7 +54,7 @@ class Settings:
 
     sampling: Sampling = Sampling()
     silent_ids: tuple[int, ...] = SILENT_IDS
-    mix: tuple[int, int] = (5, 15)  # text ids to speech ids when text streams in
+    mix: tuple[int, int] | None = None  # text ids to speech ids when text comes word by word; None: not trained for it
     code_ratios: tuple[float, float] = (2.0, 20.0)  # fewest and most codes for each text id
     sample_rate_hz: int = 24_000
     tokens_per_second: int = 25
@@ -365,8 +365,8 @@ def settings_of(leaves: Leaves) -> Settings:
     """Raises ValueError naming a setting that no model can have."""
     official = Settings()
     ras = official.sampling
-    mix = leaves.numbers(official.mix, "llm.mix_ratio")
-    if len(mix) != 2 or min(mix) < 1:
+    mix = leaves.numbers((), "llm.mix_ratio")
+    if mix and (len(mix) != 2 or min(mix) < 1):
         raise ValueError(f"llm.mix_ratio is {list(mix)}, expected two counts of at least 1")
     shortest = float(leaves.number(official.code_ratios[0], "llm.min_token_text_ratio"))
     longest = float(leaves.number(official.code_ratios[1], "llm.max_token_text_ratio"))
@@ -383,7 +383,7 @@ def settings_of(leaves: Leaves) -> Settings:
             tau=float(leaves.number(ras.tau, "llm.sampling.tau_r")),
         ),
         silent_ids=leaves.numbers(official.silent_ids, "silent_tokens"),
-        mix=(mix[0], mix[1]),
+        mix=(mix[0], mix[1]) if mix else None,
         code_ratios=(shortest, longest),
         sample_rate_hz=int(leaves.number(official.sample_rate_hz, "sample_rate")),
         tokens_per_second=int(leaves.number(official.tokens_per_second, "token_frame_rate")),

@@ -151,17 +151,18 @@ def _reads_foreign(text: str, *, is_english_named: bool) -> bool:
     return bool(foreign) or not _FOREIGN_WORDS.isdisjoint(words)
 
 
-def normalise(text: str, lang: str = "") -> str:
+def normalise(text: str, lang: str = "", *, before: str = "") -> str:
     """Write out what a speaker would say: numbers, dates, money, units, addresses; markup is dropped.
 
     Control tokens in `text` stay as they are. Never raises, never loses a word. A text with both `<|` and `|>` is the
-    caller's own assembly and is returned unchanged, as in the reference. Text in other languages keeps its digits.
+    caller's own assembly and is returned unchanged, as in the reference. Text in other languages keeps its digits;
+    which language it is, what stands before it helps to tell.
     """
     if "<|" in text and "|>" in text:
         return text
     text = clean(text)
     pieces = re.split(f"({_BRACKETED.pattern}|{_TAGS.pattern})", text)
-    language = language_of(text, lang)
+    language = language_of(before + text, lang)
     pieces[::2] = [_normalise_piece(piece, language) for piece in pieces[::2]]
     return re.sub(r"[ \t]{2,}", " ", "".join(pieces)).strip()
 
@@ -648,6 +649,22 @@ def segments(text: str, tokenizer: Tokenizer, *, lang: str = "", allow_controls:
     if "<|" in spoken and "|>" in spoken:
         return [spoken]
     return split(spoken, tokenizer.count)
+
+
+def stretch(text: str, before: str, *, is_last: bool, lang: str = "", allow_controls: bool = False) -> str:
+    """What is to be synthesised of the next words of a clause, to be encoded by itself; empty if there is nothing.
+
+    before: what came of the clause so far. Stretches begin with the space between two words, which no rule joins.
+    """
+    if not allow_controls:
+        text, before = escape_controls(text), escape_controls(before)
+    spoken = normalise(text, lang, before=before)
+    if not has_speech(before + text) or not spoken:
+        return ""
+    kind: Literal["zh", "en"] = "zh" if _HAN.search(before + text) else "en"
+    if is_last:
+        spoken = _ended(spoken, _ENDERS[kind], "。" if kind == "zh" else ".")
+    return " " * has_speech(before) + "".join(_sentences(spoken, _ENDERS[kind]))
 
 
 # --- assembly --------------------------------------------------------------------------------------------------------

@@ -16,9 +16,9 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import islice
 
-from engine.batch import EngineFault, Landed, Launched, Runner, Utterance, part_limits
+from engine.batch import EngineFault, Landed, Launched, Runner, Utterance, Weave, part_limits
 from engine.costs import FLOW, HIFT, TALKER
-from engine.frontend import Tokenizer, assemble, choose_mode, segments
+from engine.frontend import Tokenizer, assemble, choose_mode, segments, stretch
 from engine.messages import (
     SAMPLE_RATE_HZ,
     Cancel,
@@ -35,7 +35,6 @@ from engine.messages import (
 from engine.sampler import Sampling
 from engine.scheduler import (
     INFINITY,
-    Lane,
     LaneFault,
     Overloaded,
     Part,
@@ -84,8 +83,7 @@ class LinkClosed:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
-    lane: Lane
-    clause: int
+    job: Preparation
     work: Future[list[Utterance]]
 
 
@@ -150,15 +148,21 @@ class Reader:
         default_voice: str,
         clause_tokens: int,
         can_stream: bool,
+        mix: tuple[int, int] | None = None,
     ) -> None:
+        """mix: text ids to speech ids that the talker is trained to weave; None: it isn't."""
         self.tokenizer, self.voices, self.sampling = tokenizer, voices, sampling
         self.worker = worker
-        self.code_ratios = code_ratios
+        self.code_ratios, self.mix = code_ratios, mix
         self.default_voice, self.clause_tokens, self.can_stream = default_voice, clause_tokens, can_stream
 
     def settled(self, message: Open) -> Settled:
         """Raises UnknownVoice or Unsupported."""
         self._sampling(message.sampling)
+        if message.by_words and not (message.streaming and self.can_stream):
+            raise Unsupported("a full response can't be spoken word by word: it needs all of its text")
+        if message.by_words and self.mix is None:
+            raise Unsupported("this checkpoint's talker is not trained to speak word by word")
         voice = message.voice or self.default_voice
         given = {field.name: getattr(message, field.name) for field in fields(message)}
         streaming = message.streaming and self.can_stream
@@ -194,6 +198,9 @@ class Reader:
         except KeyError as error:
             raise UnknownVoice("this voice is gone, or can't be read") from error
         lang, can_steer = opened.lang or "", opened.allow_controls
+        if opened.by_words:
+            words = stretch(job.text, job.before, is_last=job.is_last, lang=lang, allow_controls=can_steer)
+            return [self._woven(self._utterance(opened, voice, words))] if words else []
         parts = segments(job.text, self.tokenizer, lang=lang, allow_controls=can_steer)
         return [self._utterance(opened, voice, part) for part in parts]
 
@@ -222,6 +229,17 @@ class Reader:
             seed=opened.seed,
             is_streaming=opened.streaming,
         )
+
+    def _woven(self, utterance: Utterance) -> Utterance:
+        """Raises Unsupported for an instruction prefix that the caller's own text holds."""
+        prompt, end_of_prompt = utterance.prompt, self.tokenizer.end_of_prompt
+        assert self.mix is not None, "refused else"
+        head = prompt.prompt_text or prompt.text[: -prompt.num_target]
+        if end_of_prompt not in head:
+            raise Unsupported("text with a prefix of its own can't be spoken word by word")
+        weave = Weave(self.mix, end_of_prompt, self.clause_tokens, self.code_ratios)
+        prompt = replace(prompt, prompt_text=head, text=prompt.text[-prompt.num_target :])
+        return replace(utterance, prompt=prompt, weave=weave)
 
 
 def are_foreign(lang: str, other: str) -> bool:
@@ -388,8 +406,8 @@ class Engine:
             case LinkClosed(link):
                 self._links.discard(link)
                 self.scheduler.close_link(link)
-            case Prepared(lane, clause, work):
-                self._take_prepared(lane, clause, work)
+            case Prepared(job, work):
+                self._take_prepared(job, work)
             case VoiceMade(voice):
                 if self.reader.can_stream:
                     self.runner.expect(voice)
@@ -411,27 +429,44 @@ class Engine:
         jobs, self.scheduler.preparations = self.scheduler.preparations, []
         for job in jobs:
             work = self.reader.worker.submit(self.reader.utterances, job)
-            work.add_done_callback(partial(self._hand_in, job.lane, job.clause))
+            work.add_done_callback(partial(self._hand_in, job))
 
-    def _hand_in(self, lane: Lane, clause: int, work: Future[list[Utterance]]) -> None:
+    def _hand_in(self, job: Preparation, work: Future[list[Utterance]]) -> None:
         """On the worker's thread."""
-        self.inbox.put(Prepared(lane, clause, work))
+        self.inbox.put(Prepared(job, work))
 
-    def _take_prepared(self, lane: Lane, clause: int, work: Future[list[Utterance]]) -> None:
-        error = work.exception()
+    def _take_prepared(self, job: Preparation, work: Future[list[Utterance]]) -> None:
+        lane, clause, error = job.lane, job.clause, work.exception()
         if error is not None:
             self.scheduler.failed(lane, _as_speech_error(error))
             return
         utterances = work.result()
+        part = Part(clause, 0)
         try:
+            if job.opened.by_words and (utterances or self.runner.has_part(lane, part)):
+                self._take_words(job, part, utterances)
+                return
             for utterance in utterances:
                 self.runner.check(utterance)
         except TextTooLong as too_long:
             self.scheduler.failed(lane, too_long)
             return
+        if job.opened.by_words and not job.is_last:
+            return  # nothing to say yet
         if self.scheduler.prepared(lane, clause, [self.runner.lengths(utterance) for utterance in utterances]):
             for number, utterance in enumerate(utterances):
                 self.runner.seat(lane, Part(clause, number), utterance)
+
+    def _take_words(self, job: Preparation, part: Part, utterances: Sequence[Utterance]) -> None:
+        """The next words of a clause, if they hold any text ids. Raises TextTooLong."""
+        if not self.scheduler.is_current(job.lane):
+            return
+        text: Sequence[int] = ()
+        if not self.runner.has_part(job.lane, part):
+            self.runner.seat(job.lane, part, utterances[0])
+        elif utterances:
+            text = utterances[0].prompt.text
+        self.scheduler.given(job.lane, part, self.runner.hear(job.lane, part, text, is_last=job.is_last))
 
     def _report_launched(self, launched: Launched) -> None:
         scheduler = self.scheduler
@@ -457,6 +492,9 @@ class Engine:
         for talker, tokens, is_end in landed.talked:
             if scheduler.is_current(talker.lane):
                 scheduler.talked(talker, tokens, is_end=is_end)
+        for lane, part, lengths in landed.given:
+            if scheduler.is_current(lane):
+                scheduler.given(lane, part, lengths)
         for lane, error in landed.faults:
             scheduler.failed(lane, error)
 

@@ -60,16 +60,18 @@ class Open:
     lang: str | None = None
     streaming: bool = True
     allow_controls: bool = False
+    by_words: bool = False  # clauses come, and are spoken, bit by bit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clause:
-    """Text of one clause, verbatim; index counts from 0 without a gap."""
+    """Text of one clause, verbatim; index counts from 0 without a gap. By words, one clause has several of these."""
 
     context: int
     epoch: int
     index: int
     text: str
+    is_last: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

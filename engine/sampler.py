@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 NUM_CONTROLS = 200  # ids after the last code: sos, eos, task, fill, and 196 that only ever mean "stop"
-SOS, FILL = 0, 3  # places among the control ids
+SOS = 0  # its place among the control ids
 WORD = 1 << 64
 COLDEST = 1e-5  # scores over less would pass what float32 holds
 
@@ -61,7 +61,6 @@ class Mask(IntEnum):
     NOTHING = 0
     SOS = 1  # what the original masks below its minimum length, to no effect
     CONTROLS = 2  # below the minimum length
-    ALL_BUT_FILL = 3  # text streaming, before the text has ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +173,10 @@ class LaneDraws:
         upload(self.record[lane], [0, 0, min_len, key(seed, clause), *settings(sampling)])
         self.seen[lane].zero_()
 
+    def hold(self, lane: int, *, min_len: int) -> None:
+        """Another minimum for the tenant that is there."""
+        upload(self.record[lane, Field.MIN_LEN : Field.MIN_LEN + 1], [min_len])
+
     def lanes(self, index: Tensor, chosen: Sequence[int]) -> Lanes:
         """The lanes as `drawn` takes them: index [B] on the device, and the same on the host."""
         samplings = [self._samplings[lane] for lane in chosen]
@@ -263,7 +266,6 @@ def masked(logits: Tensor, lanes: Lanes) -> tuple[Tensor, Tensor]:
     best = scores.amax(1, keepdim=True)  # which hands a NaN on
     place = torch.arange(NUM_CONTROLS, device=scores.device)
     is_cut = (lanes.mask == Mask.CONTROLS) | (lanes.mask == Mask.SOS) & (place == SOS)
-    is_cut = is_cut | (lanes.mask == Mask.ALL_BUT_FILL) & (place != FILL)
     scores[:, -NUM_CONTROLS:].masked_fill_(is_cut, -torch.inf)
     is_faulty = ~(best.isfinite() & scores.amax(1, keepdim=True).isfinite())
     return scores.masked_fill_(is_faulty, 0.0), is_faulty[:, 0]

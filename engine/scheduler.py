@@ -124,6 +124,7 @@ class Lengths:
 
     prefill_rows: int
     prompt_tokens: int
+    waits_at: float = INFINITY  # rows, with which the talker waits for text that is still to come
 
     @property
     def first_hop(self) -> int:
@@ -179,12 +180,14 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """Text work to be done for a clause."""
+    """Text work to be done for a clause, or for the next words of one: `before` are those that came earlier."""
 
     lane: Lane
     opened: Open
     clause: int
     text: str
+    before: str = ""
+    is_last: bool = True
 
 
 @dataclass(slots=True, eq=False)
@@ -192,10 +195,10 @@ class _Run:
     """One part of a clause on its way. Before its text work a clause is one run."""
 
     part: Part
-    text: str = ""
+    texts: list[tuple[str, bool]] = field(default_factory=list)  # still to be worked on; is it the clause's last
     lengths: Lengths | None = None  # None: the text work isn't done
     is_last_part: bool = True
-    is_preparing: bool = False
+    before: str = ""  # what has been worked on, of a clause that comes word by word
     rows_fed: int = 0
     tokens: int = 0  # kept by the silent-run filter
     is_talked: bool = False
@@ -218,6 +221,16 @@ class _Run:
         return self.is_talked or self.tokens >= self.hop_end + LOOKAHEAD_TOKENS
 
     @property
+    def lacks_text(self) -> bool:
+        """Has the talker drawn, or is it to draw without more rows, all that its text so far is good for?"""
+        return self.lengths is not None and self.rows_fed >= max(self.lengths.waits_at, self.lengths.prefill_rows)
+
+    @property
+    def is_starved(self) -> bool:
+        """Is there nothing to do before more text comes?"""
+        return self.lacks_text and not (self.is_hop_due or self.euler_steps or self.has_mel)
+
+    @property
     def is_last_hop(self) -> bool:
         return self.tokens < self.hop_end + LOOKAHEAD_TOKENS
 
@@ -233,6 +246,7 @@ class _Context:
     is_ended: bool = False
     credit: int | None = None  # None: not held back yet
     next_clause: int = 0
+    is_amid: bool = False  # the last clause's words are still coming
     runs: deque[_Run] = field(default_factory=deque)
     samples: int = 0
     samples_coming: int = 0  # launched, not landed
@@ -257,7 +271,8 @@ class _Context:
     @property
     def is_dawning(self) -> bool:
         """Is its talker on the way to the first hop?"""
-        return self.is_streaming and not self.samples and self.runs[0].rows_fed > 0 and not self.runs[0].is_hop_due
+        run = self.runs[0]
+        return self.is_streaming and not self.samples and run.rows_fed > 0 and not (run.is_hop_due or run.lacks_text)
 
     @property
     def is_blocked(self) -> bool:
@@ -379,6 +394,8 @@ class Scheduler:
         match message:
             case Clause():
                 self._add_clause(context, message, now)
+            case End() if context.is_amid:
+                self._fail(context, SpeechError(f"the end came amid clause {context.next_clause - 1}"))
             case End():
                 context.is_ended = True
                 self._settle(context)
@@ -386,8 +403,14 @@ class Scheduler:
                 context.credit = max(context.credit or 0, message.samples)
 
     def _add_clause(self, context: _Context, message: Clause, now: float) -> None:
-        if context.is_ended or message.index != context.next_clause:
-            self._fail(context, SpeechError(f"clause {message.index} came where {context.next_clause} was due"))
+        due = context.next_clause - context.is_amid
+        if context.is_ended or message.index != due:
+            self._fail(context, SpeechError(f"clause {message.index} came where {due} was due"))
+            return
+        if context.is_amid:
+            context.is_amid = not message.is_last
+            context.runs[-1].texts.append((message.text, message.is_last))
+            self._prepare_ahead(context)
             return
         if len(context.runs) >= self.limits.clauses:
             self._fail(context, TextTooLong(f"{self.limits.clauses} clauses wait already, which is the limit"))
@@ -399,7 +422,8 @@ class Scheduler:
         if context.first_clause_s is None:
             context.first_clause_s = now
         context.next_clause += 1
-        context.runs.append(_Run(Part(message.index, 0), message.text))
+        context.is_amid = not message.is_last
+        context.runs.append(_Run(Part(message.index, 0), [(message.text, message.is_last)]))
         self._prepare_ahead(context)
 
     # Lanes
@@ -476,10 +500,11 @@ class Scheduler:
         if context.lane is None:
             return
         for run in list(context.runs)[: self.limits.prepared_clauses]:
-            if not run.is_preparing:
-                run.is_preparing = True
-                self.preparations.append(Preparation(context.lane, context.opened, run.part.clause, run.text))
-                run.text = ""
+            for text, is_last in run.texts:
+                job = Preparation(context.lane, context.opened, run.part.clause, text, run.before, is_last)
+                self.preparations.append(job)
+                run.before += text if context.opened.by_words else ""
+            run.texts.clear()
 
     def prepared(self, lane: Lane, clause: int, parts: Sequence[Lengths]) -> bool:
         """The text work is done; no parts: there is nothing to say. False: the context has ended meanwhile."""
@@ -490,12 +515,22 @@ class Scheduler:
             place = context.runs.index(run)
             del context.runs[place]
             for number, lengths in reversed(list(enumerate(parts))):
-                context.runs.insert(place, _Run(Part(clause, number), "", lengths, number + 1 == len(parts), True))
+                context.runs.insert(place, _Run(Part(clause, number), [], lengths, number + 1 == len(parts)))
         else:
             self._say(lane, ClauseTaken(context=context.key.context, epoch=context.key.epoch, index=clause))
             run.is_talked = run.is_solved = run.is_sounded = True
         self._settle(context)
         return True
+
+    def given(self, lane: Lane, part: Part, lengths: Lengths) -> None:
+        """What the talker of a part that comes word by word may be fed by now."""
+        context, run = self._run(lane, part)
+        if run.lengths is None:
+            run.hop_end = lengths.first_hop
+        elif run.is_starved:  # nobody has kept the listener waiting
+            context.due_s, context.served_s = max(context.due_s, self._now), max(context.served_s, self._now)
+            self._set_deadline(context)
+        run.lengths = lengths
 
     # Planning
 
@@ -506,7 +541,7 @@ class Scheduler:
         if not (room.talker or room.flow or self._unsounded):
             return Plan()
         self._order.sort(key=_DEADLINE)  # hardly anything has moved since the last time
-        urgent = [context for context in self._order if context.runs]
+        urgent = [context for context in self._order if context.runs and not context.runs[0].is_starved]
         is_pressed = self._is_pressed(urgent, now)
         if now < self.gathers_until_s and not is_pressed:
             return Plan(hift=self._hift_rows(room, now))
@@ -608,6 +643,8 @@ class Scheduler:
             run = next((run for run in context.runs if not run.is_talked), run)
         if run.is_talked or run.lengths is None or context.lacks_talker_pages or self._is_far_ahead(context):
             return None
+        if run.lacks_text:
+            return None
         left = run.lengths.prefill_rows - run.rows_fed
         if left <= 0:
             return TalkerRow(self._lane(context), run.part, run.rows_fed, 1, False)
@@ -698,10 +735,15 @@ class Scheduler:
     def fed(self, row: TalkerRow, upto: int) -> None:
         """A row's input is on its way to the talker, which then has taken `upto` rows of the part."""
         context, run = self._run(row.lane, row.part)
-        if row.start == 0 and row.part.number == 0:
+        if self._has_all_gone(row, run, upto) if context.opened.by_words else row.start == 0 and row.part.number == 0:
             taken = ClauseTaken(context=context.key.context, epoch=context.key.epoch, index=row.part.clause)
             self._say(row.lane, taken)
         run.rows_fed = upto
+
+    def _has_all_gone(self, row: TalkerRow, run: _Run, upto: int) -> bool:
+        """With this row, has the model the last of a clause's words?"""
+        assert run.lengths is not None, "it is planned"
+        return row.is_prompt and run.lengths.waits_at == INFINITY and upto == run.lengths.prefill_rows
 
     def solved(self, row: FlowRow, *, has_mel: bool) -> None:
         """An Euler step is on its way; `has_mel` says that it is the hop's last."""

@@ -205,6 +205,7 @@ def build(config: Config, deliver: Deliver, worker: Executor) -> Engine:
         default_voice=config.model.voice or next(iter(voices.builtin), ""),
         clause_tokens=settings.clause_tokens,
         can_stream=settings.mode == "streaming",
+        mix=checkpoint.settings.mix,
     )
     if reader.default_voice not in voices.builtin:
         raise ConfigError(f"[model] voice is {reader.default_voice!r}, known are {sorted(voices.builtin)}")

@@ -118,6 +118,20 @@ class TalkerLanes:
             self._unsettled.append(partial(self._paged.seat, lane, pages, len(prompt)))
         return shared
 
+    def extend(self, lane: int, rows: list[int], *, limits: Limits) -> None:
+        """A longer prompt for a lane that has stepped: all rows so far, the codes that were fed among them, and new
+        ones, to be fed from the lane's length on. `limits.max_len` codes may follow.
+
+        Raises OutOfPages, changing nothing, if the pages can't be had now.
+        """
+        tenant = self._tenant(lane)
+        most = len(rows) + limits.max_len
+        self._cover(tenant.pages, most)
+        tenant.prompt, tenant.most_rows = rows, most
+        self._unsettled.append(partial(self.draws.hold, lane, min_len=limits.min_len))
+        if self._paged is not None:
+            self._unsettled.append(partial(self._paged.seat, lane, tenant.pages, len(rows)))
+
     def free(self, lane: int) -> None:
         """Gives back a lane's pages; work in flight for it may still write them, before anything of the next tenant."""
         tenant = self._tenants[lane]

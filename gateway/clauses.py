@@ -4,13 +4,18 @@ Where a cut falls depends on the characters and on `flush` alone: each rule look
 never at how it came, so any cutting of the same text into pieces gives the same clauses. Clauses keep the text
 verbatim; joined, they are the text.
 
+A cutter may also give a clause bit by bit, as its words come. It holds back what the words to come could still change:
+a stretch ends between two plain words, which are read the same apart, and figures, abbreviations, names of days and
+markup stay with their neighbours.
+
 Lengths are in letters; an ideograph or kana counts as three, being about a syllable's worth of speech.
 """
 
 from __future__ import annotations
 
+import re
 import unicodedata
-from typing import Final
+from typing import Final, NamedTuple
 
 SENTENCE: Final = 16  # a sentence shorter than this goes with the next one: "No." alone is spoken badly
 SOFT_FIRST: Final = 60  # from here on the first clause may end at a comma, so that speech starts early
@@ -30,12 +35,31 @@ _OTHERS: Final = (
     "bzw usw z.b d.h u.a ca nr str bspw evtl ggf"
 )
 ABBREVIATIONS: Final = frozenset(" ".join((_TITLES, _MONTHS, _OTHERS)).split())
+_PLAIN: Final = re.compile(r"[^\W\d_]+(?:['’-][^\W\d_]+)*[,;]?")
+_JOINED: Final = ABBREVIATIONS | frozenset(["mon", "tue", "tues", "wed", "thu", "thurs", "fri", "sat", "sun", "no"])
+_MARKUP: Final = "*_~`[<|"  # a clause that holds any of it comes whole from there on
+
+
+class Stretch(NamedTuple):
+    """Text of a clause, verbatim, from where the last one ended."""
+
+    text: str
+    is_last: bool
 
 
 class ClauseCutter:
-    """Takes text by pieces, gives clauses."""
+    """Takes text by pieces, gives clauses; `by_words`, their stretches. Then only the ends of sentences cut, as far as
+    they are of a length to be spoken in one go."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, by_words: bool = False) -> None:
+        self._by_words = by_words
+        self._soft_first, self._soft_later, self._hard, self._unbroken = (
+            (HARD, HARD, UNBROKEN, 2 * HARD) if by_words else (SOFT_FIRST, SOFT, HARD, UNBROKEN)
+        )
+        self._given = 0  # characters that were passed on before the clause's end
+        self._word = 0  # where the current word begins
+        self._was_plain = False  # the word before it
+        self._has_markup = False
         self._text = ""  # not yet cut
         self._seen = 0  # characters of it that the rules have passed
         self._weight = 0  # letters' worth of those
@@ -49,39 +73,59 @@ class ClauseCutter:
 
     def push(self, piece: str) -> list[str]:
         """The clauses that this piece completes."""
+        return [stretch.text for stretch in self.stretches(piece)]
+
+    def stretches(self, piece: str) -> list[Stretch]:
+        """The stretches that are certain with this piece: clauses or, by words, what is left of them too."""
         self._text += piece
-        clauses: list[str] = []
-        while (cut := self._next_cut()) is not None:
-            clauses.append(self._take(cut))
-        return clauses
+        found: list[Stretch] = []
+        while self._seen < len(self._text):
+            here = self._text[self._seen]
+            if (cut := self._cut_at(self._seen, here)) is not None:
+                found.append(Stretch(self._take(cut), True))
+            else:
+                if self._by_words and here.isspace() and (gap := self._gap_at(self._seen, here)) is not None:
+                    found.append(Stretch(self._text[self._given : gap], False))
+                    self._given = gap
+                self._pass(here)
+        return found
 
     def flush(self) -> str:
         """All that is buffered, as one clause; empty if nothing is."""
         return self._take(len(self._text))
 
+    def rest(self) -> list[Stretch]:
+        """All that is buffered, as the end of its clause."""
+        return [Stretch(text, True)] if (text := self.flush()) else []
+
     def _take(self, cut: int) -> str:
-        clause, self._text = self._text[:cut], self._text[cut:]
-        self._seen = self._weight = 0
+        clause, self._text = self._text[self._given : cut], self._text[cut:]
+        self._seen = self._weight = self._given = self._word = 0
         self._last = ""
+        self._was_plain = self._has_markup = False
         self._is_first = self._is_first and not clause
         return clause
 
-    def _next_cut(self) -> int | None:
-        while self._seen < len(self._text):
-            here = self._text[self._seen]
-            if (cut := self._cut_at(self._seen, here)) is not None:
-                return cut
-            self._weight += 3 if _is_wide(here) else 1
-            self._seen += 1
-            if here not in CLOSERS:
-                self._last = here
-        return None
+    def _pass(self, here: str) -> None:
+        self._weight += 3 if _is_wide(here) else 1
+        self._seen += 1
+        if here not in CLOSERS:
+            self._last = here
+        self._has_markup = self._has_markup or here in _MARKUP
+
+    def _gap_at(self, at: int, here: str) -> int | None:
+        """Where a stretch ends before the word that this space ends; None: no stretch does."""
+        start, word = self._word, self._text[self._word : at]
+        is_plain = here == " " and _is_plain(word)
+        joins = not (is_plain and self._was_plain) or self._has_markup
+        self._word, self._was_plain = at + 1, is_plain
+        return None if joins else start - 1
 
     def _cut_at(self, at: int, here: str) -> int | None:
         """Where to cut, judged by the characters up to and with `at` alone; None: not here."""
         if self._weight < SENTENCE:
             return None
-        if self._weight >= UNBROKEN and not unicodedata.combining(here):
+        if self._weight >= self._unbroken and not unicodedata.combining(here):
             return at
         if here.isspace() and self._may_end(self._text[:at], here):
             return at + 1
@@ -90,10 +134,10 @@ class ClauseCutter:
 
     @property
     def _soft(self) -> int:
-        return SOFT_FIRST if self._is_first else SOFT
+        return self._soft_first if self._is_first else self._soft_later
 
     def _may_end(self, before: str, space: str) -> bool:
-        if self._weight >= HARD:
+        if self._weight >= self._hard:
             return True
         if space == "\n" and before.rstrip(" \t\r").endswith("\n"):
             return True  # a blank line
@@ -115,6 +159,16 @@ def _is_abbreviation(body: str) -> bool:
     if len(word) == 1:
         return word.isalpha() and word != "I" and not _is_wide(word)
     return word.lower() in ABBREVIATIONS or _is_initials(word)
+
+
+def _is_plain(word: str) -> bool:
+    """Is it read the same whatever plain words stand beside it?"""
+    if not _PLAIN.fullmatch(word) or any(map(_is_wide, word)):
+        return False
+    bare = word.rstrip(",;")
+    if len(bare) == 1:
+        return bare in "aI"
+    return bare[1:].islower() and not bare.endswith("day") and bare.lower() not in _JOINED
 
 
 def _is_initials(word: str) -> bool:

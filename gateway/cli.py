@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import codecs
 import contextlib
 import json
 import os
@@ -83,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     say.add_argument("--voice", help="one of `rill voices`")
     say.add_argument("--seed", type=int, help="repeats an utterance exactly")
     say.add_argument("--lang", help="of the text; one that is not the voice's own is spoken with its accent")
+    say.add_argument("--by-words", action="store_true", help="speak as the words come, not clause by clause")
     say.add_argument("--instruct", help="how to say it, in words")
     say.add_argument("--clone", type=Path, help="a recording of 3 to 30 s; its voice is kept for later and used now")
     say.add_argument("--transcript", help="the words spoken in the recording")
@@ -292,8 +294,14 @@ async def _clone(client: Client, options: argparse.Namespace) -> str:
 
 async def _stream(client: Client, options: argparse.Namespace, sink: WavFile | Player) -> None:
     clock = Clock(time.perf_counter())
-    context = await client.open(voice=options.voice, seed=options.seed, lang=options.lang, instruct=options.instruct)
-    feeder = asyncio.create_task(context.feed(_read_lines() if options.text == "-" else options.text), name="feeder")
+    context = await client.open(
+        voice=options.voice,
+        seed=options.seed,
+        lang=options.lang,
+        instruct=options.instruct,
+        by_words=options.by_words,
+    )
+    feeder = asyncio.create_task(context.feed(_read_in() if options.text == "-" else options.text), name="feeder")
     try:
         async for pcm in context:
             clock.take(pcm)
@@ -304,9 +312,12 @@ async def _stream(client: Client, options: argparse.Namespace, sink: WavFile | P
     print(clock.report(context), file=sys.stderr)
 
 
-async def _read_lines() -> AsyncIterator[str]:
-    while line := await asyncio.to_thread(sys.stdin.readline):
-        yield line
+async def _read_in() -> AsyncIterator[str]:
+    """The standard input as it comes, which need not be line by line."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    while data := await asyncio.to_thread(os.read, sys.stdin.fileno(), 4096):
+        yield decoder.decode(data)
+    yield decoder.decode(b"", final=True)
 
 
 def _voices(options: argparse.Namespace) -> int:

@@ -175,10 +175,12 @@ class Client:
         lang: str | None = None,
         instruct: str | None = None,
         sampling: wire.SamplingFields | None = None,
+        by_words: bool = False,
         buffer_s: float = BUFFER_S,
     ) -> Context:
         """A new context, once the server has a place for it. Raises ContextError if it refuses.
 
+        by_words: speak as the words come, not clause by clause; not every server can.
         buffer_s: how far the server may be ahead of what is taken from the context.
         """
         c = f"c{next(self._ids)}"
@@ -190,6 +192,7 @@ class Client:
             lang=lang,
             instruct=instruct,
             sampling=sampling,
+            aggregation="word" if by_words else None,
         )
         context = Context(self, c, buffer_s)
         self._contexts[c] = context

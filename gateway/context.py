@@ -13,7 +13,7 @@ from typing import Final
 
 from engine import messages as engine
 from gateway import wire
-from gateway.clauses import ClauseCutter
+from gateway.clauses import ClauseCutter, Stretch
 from gateway.encodings import Encoder
 from gateway.errors import Refusal
 from gateway.quarantine import Quarantine
@@ -45,9 +45,13 @@ class _Piece:
 
 @dataclass(slots=True)
 class _Clause:
+    """By words, what has come of it."""
+
     end: int  # characters of the context's text up to the clause's end
-    num_bytes: int
-    fingerprint: str
+    num_bytes: int = 0
+    text: str = ""  # as long as more of it may come
+    fingerprint: str = ""
+    is_whole: bool = False
     samples: int | None = None  # of the context, when all of the clause's audio is in
 
 
@@ -111,7 +115,7 @@ class Context:
         self._credit_s: float | None = None
         self._told = 0  # credit at the engine, samples at 24 kHz
         self._encoder = Encoder(opened.enc, opened.rate)
-        self._cutter = ClauseCutter()
+        self._cutter = ClauseCutter(by_words=request.aggregation == "word")
         self._pieces: deque[_Piece] = deque()
         self._clauses: list[_Clause] = []
         self._num_pieces = 0
@@ -146,15 +150,15 @@ class Context:
         if self._pieces and self._pieces[-1].end == self._received:
             self._pieces.pop()  # empty pieces share one entry, so that what waits is bounded by its bytes
         self._pieces.append(_Piece(message.n, self._received))
-        for clause in self._cutter.push(message.s):
-            self._speak(clause)
+        for stretch in self._cutter.stretches(message.s):
+            self._speak(stretch)
 
     def flush(self, message: wire.Flush, now: float) -> None:
         """All text so far becomes clauses; `flushed` follows the last one's audio."""
         self._heard_at = now
         if len(self._flushes) + len(self._marks) >= FLUSHES:
             raise Refusal("text_too_long", f"more than {FLUSHES} flushes wait to be answered")
-        self._speak(self._cutter.flush())
+        self._speak_rest()
         self._flushes.append((len(self._clauses), message.f))
         self._mark_flushes()
 
@@ -163,7 +167,7 @@ class Context:
         if self._has_ended:
             return
         self._has_ended = True
-        self._speak(self._cutter.flush())
+        self._speak_rest()
         self._post(engine.End(context=self.lease.context, epoch=self.lease.epoch))
 
     def credit(self, ms: float, now: float) -> None:
@@ -171,20 +175,36 @@ class Context:
         self._credit_s = max(self._credit_s or 0.0, ms / 1000)
         self.tell_credit(now)
 
-    def _speak(self, clause: str) -> None:
-        if not clause:
-            return
-        fingerprint = self._quarantine.fingerprint(*self._kind, clause)
+    def _speak_rest(self) -> None:
+        for stretch in self._cutter.rest():
+            self._speak(stretch)
+
+    def _speak(self, stretch: Stretch) -> None:
+        text, is_last = stretch
+        clause = self._clauses[-1] if self._is_amid else _Clause(self._cut)
+        fingerprint = self._quarantine.fingerprint(*self._kind, clause.text + text)
         if self._quarantine.is_refused(fingerprint):
             raise Refusal("engine_error", "this input has stopped the engine twice")
+        if not self._is_amid:
+            self._add_clause(clause)
+        self._cut += len(text)
+        clause.end, clause.num_bytes = self._cut, clause.num_bytes + len(text.encode())
+        clause.fingerprint, clause.is_whole = fingerprint, is_last
+        clause.text = "" if is_last else clause.text + text
+        index, lease = len(self._clauses) - 1, self.lease
+        self._post(engine.Clause(context=lease.context, epoch=lease.epoch, index=index, text=text, is_last=is_last))
+
+    @property
+    def _is_amid(self) -> bool:
+        """Is more of the last clause to come?"""
+        return bool(self._clauses) and not self._clauses[-1].is_whole
+
+    def _add_clause(self, clause: _Clause) -> None:
         if len(self._clauses) >= CLAUSES:
             raise Refusal("text_too_long", f"more than {CLAUSES} clauses in one context")
         if self._is_silent:
             self._playout.restart()
-        self._cut += len(clause)
-        index = len(self._clauses)
-        self._clauses.append(_Clause(self._cut, len(clause.encode()), fingerprint))
-        self._post(engine.Clause(context=self.lease.context, epoch=self.lease.epoch, index=index, text=clause))
+        self._clauses.append(clause)
 
     # ---- what the engine says
 
@@ -257,6 +277,11 @@ class Context:
             return "resting"
         return "speaking" if self._num_clauses_done < len(self._clauses) else "idle"
 
+    @property
+    def _lacks_text(self) -> bool:
+        """May the engine be waiting for the client?"""
+        return self._num_clauses_done >= len(self._clauses) - self._is_amid
+
     def suspects(self) -> list[str]:
         """What the engine is working on, by fingerprint."""
         last = self._num_taken + PREPARED
@@ -270,7 +295,7 @@ class Context:
         """Why nothing has: who is being waited for."""
         if self._has_message:
             return Refusal("slow_client", "its audio is given no credit")
-        if self.state == "speaking":
+        if not self._lacks_text:
             return Refusal("internal", "the engine has not answered in time")
         return Refusal("idle", "no text has come for it")
 

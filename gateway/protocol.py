@@ -516,6 +516,7 @@ def _engine_open(message: wire.Open, opened: wire.Opened, lease: Lease, *, allow
         instruct=message.instruct,
         lang=message.lang,
         allow_controls=allow_controls,
+        by_words=message.aggregation == "word",
     )
 
 

@@ -72,6 +72,7 @@ class Open:
     sampling: SamplingFields | None = None
     window_ms: int | None = None
     pace: str | None = None
+    aggregation: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -513,6 +514,7 @@ def _open(read: Fields) -> Open:
         sampling=_sampling(read.table("sampling")),
         window_ms=read.optional_integer("window_ms", *WINDOW_MS),
         pace=_one_of(read.optional_string("pace", NAME_BYTES), "pace", ("none", "listen")),
+        aggregation=_one_of(read.optional_string("aggregation", NAME_BYTES), "aggregation", ("clause", "word")),
     )
 
 

@@ -75,6 +75,24 @@ async def test_same_seed_same_audio_in_pieces_and_another_seed_another(rill: Ril
     assert await hear(rill, SENTENCE, seed=6) != whole
 
 
+async def test_text_is_spoken_as_its_words_come(rill: Rill, device: str) -> None:
+    text = "He said that the boat went down the river at 8:20 and that nobody had seen it or heard of it since that day"
+    text += " in May when the wind was so high that it blew the red roof off the old mill"
+    takes = []
+    async with asyncio.timeout(PATIENCE_S), connect(rill.address) as client:
+        for pieces in ([text], text.replace(" ", "| ").split("|")):
+            context = await client.open(seed=5, by_words=True)
+            for piece in pieces[:-1]:
+                await context.send(piece)
+            audio = aiter(context)
+            first = [await anext(audio)] if pieces[:-1] else []  # nobody has ended the sentence
+            await context.send(pieces[-1])
+            await context.end()
+            takes.append(b"".join(first + [pcm async for pcm in audio]))
+    check_alike(takes[:1], takes[1:], device)
+    await all_free(rill)
+
+
 async def test_two_contexts_at_once_are_each_as_if_alone(rill: Rill, device: str) -> None:
     alone = [await hear(rill, SENTENCE, seed=seed) for seed in (11, 12)]
     together = await asyncio.gather(*(hear(rill, SENTENCE, seed=seed) for seed in (11, 12)))

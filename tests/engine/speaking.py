@@ -68,6 +68,7 @@ class Speaking:
             default_voice=next(iter(voices)),
             clause_tokens=chosen.clause_tokens,
             can_stream=chosen.mode == "streaming",
+            mix=checkpoint.settings.mix,
         )
         runner = Runner(
             with_caches(checkpoint, chosen),

@@ -81,7 +81,7 @@ def test_sizes_are_read_off_the_tensors(official: Path) -> None:
     assert checkpoint.talker.shape == TINY.talker
     assert checkpoint.flow.shape == TINY.flow
     assert checkpoint.hift.shape == TINY.hift
-    assert checkpoint.settings == Settings()
+    assert checkpoint.settings == Settings(mix=(5, 15))
     for part in (checkpoint.talker, checkpoint.flow, checkpoint.hift):
         assert not part.training and not any(p.requires_grad for p in part.parameters())
 
@@ -326,7 +326,7 @@ flow: !new:a.b
 
 def test_silent_settings_are_the_official_ones(tmp_path: Path) -> None:
     assert settings_from(tmp_path, "sample_rate: 24000\n") == Settings() == read_settings(tmp_path / "none.yaml")
-    assert settings_from(tmp_path, SETTINGS) == Settings()
+    assert settings_from(tmp_path, SETTINGS) == Settings(mix=(5, 15))
 
 
 LISTS_OF_LISTS = "a0: &a0 1\n" + "".join(f"a{i}: &a{i} [{f'*a{i - 1},' * 10}]\n" for i in range(1, 10))

@@ -6,6 +6,7 @@ import itertools
 import random
 import time
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor
 from engine.cache import OutOfPages
 from engine.sampler import Mask
 from engine.talker import Limits, SilentRunFilter, Span, SpecialIds, Talker, TalkerShape, TalkerStore
-from engine.text_stream import Row, TextStream
+from engine.text_stream import TextStream
 from tests.golden_fixtures import Fixture
 
 LOGITS_TOLERANCE = 1e-3  # the manifest's advice; measured rounding of the reference itself is 1.8e-5
@@ -124,34 +125,55 @@ def test_lengths_and_stops_are_the_reference_s(name: str) -> None:
 @pytest.mark.golden
 @pytest.mark.parametrize("name", WOVEN)
 def test_reference_exact_weaving_feeds_the_reference_rows(golden_talker: Talker, name: str) -> None:
-    table = TALKER.cases[name]
-    stream = woven_stream(table, reference_exact=True)
-    lane = PagedLane(golden_talker, store_for(golden_talker))
-    answers = iter(table["sampler_returns"])
-    pieces = iter(table["text_chunks"])
-    rows_fed, logits, spoken = [], [], []
-    while not stream.is_done:
-        if stream.call is None:
-            if (piece := next(pieces, None)) is None:
-                stream.end()
-            else:
-                stream.push(piece)
+    table, first_text = TALKER.cases[name], golden_talker.shape.speech_vocab
+    stream = woven_stream(golden_talker.shape, table, reference_exact=True)
+    answers, pieces = iter(table["sampler_returns"]), iter(table["text_chunks"])
+    calls: list[list[int]] = []
+    drawn: list[int] = []
+    while not stream.is_through:
+        if (piece := next(pieces, None)) is None:
+            stream.end()
+        else:
+            stream.push(piece)
+        if (turn := stream.next_turn(drawn)) is None:
             continue
-        rows_fed.append([list(row) for row in stream.call.rows])
-        logits.append(lane.feed(golden_talker.rows(stream.call.rows)))
-        forced = stream.call.forced
-        spoken.append(stream.take(next(answers) if forced is None else forced))
-    assert rows_fed == table["rows_fed_at_each_call"]
-    assert [code for code in spoken if code is not None] == table["yielded"]
-    assert next(answers, None) is None
-    expected = TALKER.tensor(f"{name}/logits")
+        assert turn.rows[: len(drawn)] == drawn
+        calls += [[code] for code in drawn] + [turn.rows[len(drawn) :]]
+        drawn = list(islice(answers, turn.num_codes))
+    *spoken, stop = drawn
+    calls += [[code] for code in spoken]
+    rows = [[i + first_text * (kind == "text") for kind, i in call] for call in table["rows_fed_at_each_call"]]
+    assert calls == rows
+    assert stop == SPECIAL.eos and next(answers, None) is None
+    assert [i for call in calls[1:] for i in call[:1] if i < SPECIAL.sos and len(call) == 1] == table["yielded"]
+    lane = PagedLane(golden_talker, store_for(golden_talker))
+    logits = [lane.feed(golden_talker.rows_of(torch.tensor(call))) for call in calls]
     checked = torch.stack([logits[i] for i in table["logits_at_calls"]])
-    torch.testing.assert_close(checked, expected, rtol=0, atol=LOGITS_TOLERANCE)
+    torch.testing.assert_close(checked, TALKER.tensor(f"{name}/logits"), rtol=0, atol=LOGITS_TOLERANCE)
 
 
-def woven_stream(table: dict[str, Any], *, reference_exact: bool) -> TextStream:
+@pytest.mark.golden
+def test_weaving_as_served_feeds_the_reference_rows_but_for_the_one_fed_twice(golden_talker: Talker) -> None:
+    table, first_text = TALKER.cases["bistream_A"], golden_talker.shape.speech_vocab
+    rows = [i + first_text * (kind == "text") for call in table["rows_fed_at_each_call"] for kind, i in call]
+    again = next(at for at, (one, other) in enumerate(itertools.pairwise(rows)) if one == other)
+    stream, answers = woven_stream(golden_talker.shape, table, reference_exact=False), iter(table["sampler_returns"])
+    for piece in table["text_chunks"]:
+        stream.push(piece)
+    stream.end()
+    fed: list[int] = []
+    drawn: list[int] = []
+    while (turn := stream.next_turn(drawn)) is not None:
+        fed += turn.rows
+        drawn = list(islice(answers, turn.num_codes))
+    upto = again + 7  # all five text ids before the task, after which the original had no turn left to draw
+    assert rows[upto] == SPECIAL.task
+    assert fed[: upto - 1] == [*rows[:again], *rows[again + 1 : upto]]
+
+
+def woven_stream(shape: TalkerShape, table: dict[str, Any], *, reference_exact: bool) -> TextStream:
     return TextStream(
-        SPECIAL,
+        shape,
         table["prompt_text"],
         table["prompt_speech_token"],
         END_OF_PROMPT,
@@ -280,116 +302,6 @@ def test_time_of_one_decode_step_on_the_cpu() -> None:
     for row in rows[100:]:
         lane.feed(row[None])
     print(f"{(time.perf_counter() - start) / 200 * 1e3:.2f} ms a token")
-
-
-# --- text in pieces, as mended --------------------------------------------------------------------------------
-
-
-def run_woven(stream: TextStream, pieces: list[list[int]], answers: list[int]) -> tuple[list[list[Row]], list[int]]:
-    """Rows fed at each call and codes spoken; drawn are the answers, then code 7 for ever."""
-    drawn = iter(answers)
-    waiting = iter(pieces)
-    fed, spoken = [], []
-    while not stream.is_done:
-        if stream.call is None:
-            piece = next(waiting, None)
-            stream.end() if piece is None else stream.push(piece)
-            continue
-        fed.append(stream.call.rows)
-        code = stream.take(next(drawn, 7) if stream.call.forced is None else stream.call.forced)
-        if code is not None:
-            spoken.append(code)
-    return fed, spoken
-
-
-@pytest.mark.parametrize("num_prompt_speech", [0, 1, 14, 15, 17, 30, 44])
-@pytest.mark.parametrize("num_text", [1, 4, 5, 6, 23])
-def test_every_row_is_fed_once_and_in_order(num_prompt_speech: int, num_text: int) -> None:
-    prompt_text, prompt = [10, 11, END_OF_PROMPT, 12, 13, 14], list(range(100, 100 + num_prompt_speech))
-    text = list(range(50, 50 + num_text))
-    answers = list(range(1000, 1000 + 400))
-    stream = TextStream(SPECIAL, prompt_text, prompt, END_OF_PROMPT)
-    fed, spoken = run_woven(stream, [[i] for i in text], answers)
-    rows = [row for call in fed for row in call]
-    assert [i for kind, i in rows if kind == "text"] == prompt_text + text
-    speech = [i for kind, i in rows if kind == "speech" and i < SPECIAL.sos]
-    # The last code spoken isn't fed: nothing is drawn after it.
-    assert sorted(speech) == sorted(prompt + spoken[:-1])
-    assert [i for kind, i in rows if i >= SPECIAL.sos and kind == "speech"] == [SPECIAL.sos, SPECIAL.task]
-    assert len(spoken) == 20 * num_text
-    assert SPECIAL.fill not in stream.history
-
-
-@pytest.mark.parametrize("num_prompt_speech", [0, 7, 15, 31])
-def test_no_code_is_drawn_before_its_block_of_text(num_prompt_speech: int) -> None:
-    stream = TextStream(SPECIAL, [10, END_OF_PROMPT], [1] * num_prompt_speech, END_OF_PROMPT)
-    fed, _ = run_woven(stream, [[5]] * 25, [])
-    known = [row for call in fed for row in call]
-    before_task = known[: known.index(Row("speech", SPECIAL.task))]
-    num_text = num_speech = 0
-    for kind, _id in before_task[3:]:
-        num_text += kind == "text"
-        num_speech += kind == "speech"
-        assert num_speech <= 15 * (num_text // 5)
-
-
-def test_waiting_text_is_not_answered_early() -> None:
-    stream = TextStream(SPECIAL, [10, END_OF_PROMPT], [], END_OF_PROMPT)
-    stream.push([1, 2, 3, 4])
-    assert stream.call is None and not stream.is_done
-    stream.push([5])
-    assert stream.call is not None and len(stream.call.rows) == 3 + 5
-
-
-def test_early_fill_asks_for_the_next_block_and_is_not_fed() -> None:
-    stream = TextStream(SPECIAL, [10, END_OF_PROMPT], [], END_OF_PROMPT)
-    fed, _ = run_woven(stream, [list(range(20, 30))], [1, 2, SPECIAL.fill])
-    assert fed[2] == [Row("speech", 2)]
-    assert fed[3] == [Row("text", i) for i in range(25, 30)]
-
-
-def test_stop_ids_are_masked_in_mid_stream_and_end_the_utterance_after_its_text() -> None:
-    stream = TextStream(SPECIAL, [10, END_OF_PROMPT], [], END_OF_PROMPT)
-    stream.push([1, 2, 3, 4, 5, 6])
-    masks = []
-    while stream.call is not None:
-        masks.append(stream.call.mask)
-        stream.take(9 if stream.call.forced is None else stream.call.forced)
-    stream.end()
-    assert set(masks) == {Mask.ALL_BUT_FILL}
-    assert stream.call is not None and stream.call.mask == Mask.NOTHING  # 15 codes are more than 2 * 6
-    assert stream.take(SPECIAL.eos) is None and stream.is_done
-
-
-def test_minimum_length_is_held_after_the_text() -> None:
-    stream = TextStream(SPECIAL, [10, END_OF_PROMPT], [], END_OF_PROMPT)
-    stream.push([1, 2, 3])
-    stream.end()
-    masks = []
-    for _ in range(7):
-        assert stream.call is not None
-        masks.append(stream.call.mask)
-        stream.take(9)
-    assert masks == [Mask.CONTROLS] * 6 + [Mask.NOTHING]
-
-
-def test_no_text_at_all_says_nothing() -> None:
-    stream = TextStream(SPECIAL, [10, END_OF_PROMPT, 4, 4, 4, 4, 4], [], END_OF_PROMPT)
-    fed, spoken = run_woven(TextStream(SPECIAL, [10, END_OF_PROMPT], [3] * 20, END_OF_PROMPT), [], [])
-    assert (fed, spoken) == ([], [])
-    assert stream.call is None or stream.call.rows
-
-
-def test_prompt_without_its_end_is_refused() -> None:
-    with pytest.raises(ValueError, match="151646"):
-        TextStream(SPECIAL, [1, 2], [], END_OF_PROMPT)
-
-
-def test_reference_exact_weaving_raises_on_a_stop_in_mid_stream() -> None:
-    stream = TextStream(SPECIAL, [10, END_OF_PROMPT], [], END_OF_PROMPT, reference_exact=True)
-    stream.push([1])
-    with pytest.raises(ValueError, match="6562"):
-        stream.take(SPECIAL.eos)
 
 
 def test_limits_hold_the_minimum_unless_asked_for_the_reference() -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.graphs import Graphs
-from engine.sampler import Draw, Sampling, sample
+from engine.sampler import Draw, Mask, Sampling, sample
 from engine.talker import Limits, Talker, TalkerShape, TalkerStore
 from engine.talker_lanes import TalkerLanes
 
@@ -103,6 +103,35 @@ def test_graphs_draw_what_the_dense_path_draws(dtype: torch.dtype) -> None:
     print(f"\n{dtype}: {sum(same)} of {len(same)} ids as the dense path draws them; {repeated} repetitions")
     assert sum(same) >= len(same) * (0.995 if dtype == torch.float32 else 0.8), f"only {sum(same)} of {len(same)}"
     assert repeated > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@torch.inference_mode()
+def test_graphs_go_on_behind_more_rows_as_the_dense_path_does(dtype: torch.dtype) -> None:
+    """Text that comes word by word: codes of a block, the next five text ids, and so on."""
+    lanes, talker, same = lanes_of(dtype, 8), full_size(dtype), []
+    order = list(range(6))
+    rows = [prompt_of(n) for n in order]
+    heard: list[list[int]] = [[] for _ in order]
+    for n in order:
+        lanes.seat(n, rows[n], sampling=RAS, seed=n, clause=1, limits=Limits(1 << 30, 15))
+    starts = [0 for _ in order]
+    for turn in range(3):
+        first = lanes.prefill([(n, starts[n], len(rows[n]) - starts[n]) for n in order])
+        tickets = [first, *(lanes.decode(order) for _ in range(14))]
+        codes = list(zip(*(ticket.fetch() for ticket in tickets), strict=True))
+        for n in order:
+            fed = torch.tensor([*rows[n], *codes[n][:-1]]).cuda()
+            scores = talker.logits(talker.hidden(talker.rows_of(fed)[None])[0, len(rows[n]) - 1 :])
+            known = [*heard[n], *codes[n]]
+            steps = range(len(heard[n]), len(known))
+            draws = [Draw(RAS, known[:step], n, 1, step, Mask.CONTROLS) for step in steps]
+            same += [a == b for a, b in zip(codes[n], sample(scores, draws).fetch(), strict=True)]
+            heard[n], starts[n] = known, len(rows[n]) + 14
+            rows[n] = [*rows[n], *codes[n], *(SHAPE.speech_vocab + 100 * turn + i for i in range(5))]
+            lanes.extend(n, rows[n], limits=Limits(1 << 30, 15))
+    print(f"\n{dtype}: {sum(same)} of {len(same)} ids as the dense path draws them")
+    assert sum(same) >= len(same) * (0.995 if dtype == torch.float32 else 0.8), f"only {sum(same)} of {len(same)}"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.cache import OutOfPages, PagePool
-from engine.sampler import Draw, Sampling, sample
+from engine.sampler import Draw, Mask, Sampling, sample
 from engine.talker import PAGE_ROWS, Limits, Talker, TalkerShape, TalkerStore
 from engine.talker_lanes import PromptPages, TalkerLanes, page_names
 
@@ -123,6 +123,31 @@ def test_no_control_id_below_the_minimum_length() -> None:
     lanes.seat(0, prompt_of(talker, 10, 0), sampling=RAS, seed=1, clause=0, limits=Limits(30, 40))
     ids = lanes.prefill([(0, 0, 10)]).fetch() + [lanes.decode([0]).fetch()[0] for _ in range(39)]
     assert max(ids[:30]) < 6561 <= min(ids[30:])
+
+
+@pytest.mark.parametrize("rows_per_launch", [1, 8])
+def test_a_lane_that_is_fed_more_rows_goes_on_as_the_dense_path_does(rows_per_launch: int) -> None:
+    talker = small(torch.float64)
+    lanes = lanes_of(talker, rows_per_launch=rows_per_launch)
+    prompt, history = prompt_of(talker, 40, 3), []
+    rows = prompt
+    lanes.seat(0, rows, sampling=RAS, seed=9, clause=3, limits=Limits(1 << 30, 15))
+    for turn, num_codes in enumerate((15, 15, 40)):
+        start = len(rows) - 6 if turn else 0
+        codes = lanes.prefill([(0, start, len(rows) - start)]).fetch()
+        codes += [lanes.decode([0]).fetch()[0] for _ in range(num_codes - 1)]
+        fed = talker.rows_of(torch.tensor(rows))
+        for code in codes:
+            scores = talker.logits(talker.hidden(fed[None])[0, -1:])
+            draw = Draw(RAS, history, 9, 3, len(history), Mask.NOTHING if turn == 2 else Mask.CONTROLS)
+            assert sample(scores, [draw]).fetch() == [code]
+            history.append(code)
+            fed = torch.cat([fed, talker.speech_rows(torch.tensor([code]))])
+        rows = [*rows, *codes, *(6761 + i for i in range(turn, turn + 5))]
+        if turn < 2:
+            lanes.extend(0, rows, limits=(Limits(1 << 30, 15), Limits(0, 40))[turn])
+    lanes.free(0)
+    assert lanes.num_pages == 0
 
 
 def test_faulty_lane_is_reported_and_its_neighbour_is_not() -> None:

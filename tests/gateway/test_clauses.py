@@ -86,3 +86,47 @@ def test_text_without_an_end_is_cut_all_the_same() -> None:
 
 def test_an_unbroken_cut_never_splits_a_letter_from_its_accent() -> None:
     assert all(clause[0] != "\u0301" for clause in clauses(["e\u0301" * 400]))
+
+
+# by words
+
+
+def stretches(pieces: list[str]) -> list[tuple[str, bool]]:
+    cutter = ClauseCutter(by_words=True)
+    found = [stretch for piece in pieces for stretch in cutter.stretches(piece)]
+    return [(text, is_last) for text, is_last in (*found, *cutter.rest())]
+
+
+@given(TEXTS, st.data())
+@settings(max_examples=200, deadline=None)
+def test_stretches_depend_on_the_characters_alone_and_end_their_clauses(text: str, data: st.DataObject) -> None:
+    places = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=20)))
+    pieces = [text[start:stop] for start, stop in zip([0, *places], [*places, len(text)], strict=True)]
+    whole = stretches([text])
+    assert stretches(pieces) == whole == stretches(list(text))
+    assert "".join(part for part, _ in whole) == text
+    assert all(part for part, _ in whole)
+    assert not whole or whole[-1][1]
+
+
+@pytest.mark.parametrize(
+    ("text", "cut"),
+    [
+        ("The boat went down the river.", "The| boat| went| down| the river."),
+        ("It is 3.5 km from here to there", "It| is 3.5 km| from| here| to there"),
+        ("She came on May 5th, 2021 at 8 p.m. with him", "She| came| on| May 5th, 2021 at 8 p.m. with him"),
+        ("They asked Dr. Smith of the U.S. team about that", "They| asked Dr. Smith| of| the U.S. team| about that"),
+        ("open from Monday to Fri, every week of it", "open| from Monday to Fri, every| week| of it"),
+        ("so **very much of it all** was left over", "so **very much of it all** was left over"),
+        ("the word\nthe other word of them", "the word\nthe| other| word| of them"),
+        ("我们 明天 去 北京 看看", "我们 明天 去 北京 看看"),
+    ],
+)
+def test_what_the_next_words_could_change_is_held_back(text: str, cut: str) -> None:
+    assert "|".join(part for part, _ in stretches([text])) == cut
+
+
+def test_by_words_sentences_end_clauses_and_commas_only_of_very_long_ones() -> None:
+    text = "One two, three four five. " + "and so on, " * 30
+    ends = [len(clause) for clause in "".join(t + "|" * end for t, end in stretches([text])).split("|")]
+    assert ends[0] == 26 and HARD < ends[1] < UNBROKEN

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import wave
 from pathlib import Path
 
@@ -37,7 +36,14 @@ async def test_say_writes_a_wav_and_tells_the_figures(
 
 
 async def test_say_reads_the_standard_input(stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("Hello there.\nGood morning.\n"))
+    text = tmp_path / "in.txt"
+    text.write_text("Hello there.\nGood morning.\n")
+    with text.open() as file:
+        monkeypatch.setattr("sys.stdin", file)
+        await say_what_is_read(stack, tmp_path)
+
+
+async def say_what_is_read(stack: Stack, tmp_path: Path) -> None:
     path = tmp_path / "out.wav"
     assert await rill("say", "-", "-o", str(path), "--url", stack.address) == 0
     with wave.open(str(path), "rb") as file:

@@ -485,3 +485,26 @@ def test_the_wire_limits_told_are_the_ones_that_hold() -> None:
     assert ready["proto"] == wire.SUBPROTOCOL
     assert (ready["limits"]["contexts"], ready["limits"]["text_bytes"]) == (3, 500)
     assert ready["voices"] == [{"id": "ada", "name": "Ada", "lang": "en", "ms": 4000}]
+
+
+def test_by_words_a_clause_goes_to_the_engine_as_its_words_come() -> None:
+    bench = Bench(context_idle_ms=20_000)
+    lease = bench.open(aggregation="word")
+    assert bench.posted(engine.Open)[0].by_words
+    for n, piece in enumerate(["The boat w", "ent down", " the river at", " 8:20. And th"]):
+        bench.say("text", c="a", n=n, s=piece)
+    said = [(clause.index, clause.text, clause.is_last) for clause in bench.posted(engine.Clause)]
+    assert said == [
+        (0, "The", False), (0, " boat", False), (0, " went", False), (0, " down", False), (0, " the", False),
+        (0, " river", False), (0, " at 8:20. ", True),
+    ]  # fmt: skip
+    taken = bench.tell(lease, engine.ClauseTaken(context=lease.context, epoch=lease.epoch, index=0))
+    assert taken == [{"t": "taken", "c": "a", "n": 2}]
+    bench.audio(lease)
+    bench.tell(lease, engine.ClauseDone(context=lease.context, epoch=lease.epoch, index=0, samples=24_000))
+    bench.say("text", c="a", n=4, s="en it came back")
+    last = bench.posted(engine.Clause)[-1]
+    assert (last.index, last.is_last) == (1, False)
+    bench.now += 21
+    bench.protocol.tick()
+    assert bench.read()[-1]["code"] == "idle"
