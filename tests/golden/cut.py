@@ -52,8 +52,8 @@ def first_rows(count: int) -> Callable[[Tensor], Tensor]:
 SHORTENED: dict[str, Callable[[Tensor], Tensor]] = {
     "p20_t46/streaming_x_before_step": first_rows(STEPS),
     "p20_t46/nonstreaming_x_before_step": first_rows(1),
-    "noise/sine_noise": first_rows(480),
-    "sine_noise_head": first_rows(480),
+    "noise/sine_noise": first_rows(120),
+    "sine_noise_head": first_rows(120),
     "A/forced_tokens": first_rows(STEPS),
     "A/logits": first_rows(STEPS),
     "A/yielded": first_rows(STEPS),
