@@ -1,5 +1,5 @@
-"""`rill serve` as a user starts it: both processes, over the embedded voice or, where it isn't trained yet, over a tiny
-checkpoint of random weights. Under the mark `gpu` the same tests run on CUDA."""
+"""`rill serve` as a user starts it: both processes, over the embedded voice. Under the mark `gpu` the same tests run on
+CUDA."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-EMBEDDED = ROOT / "engine" / "voices" / "embedded"
 READY_S = 180.0  # loading and warming up, on a busy machine
 END_S = 20.0
 LANES, WAITING = 10, 2
@@ -70,18 +69,12 @@ def _is_child(entry: Path, parent: int, module: str) -> bool:
     return ppid == parent and module.encode() in words
 
 
-def profile(folder: Path, device: str) -> Path:
+def profile(folder: Path, device: str, checkpoint: str | Path = "embedded") -> Path:
     """A profile for tests: few lanes, so that overload is near; nothing captured, so that a GPU starts in seconds."""
-    if (EMBEDDED / "llm.safetensors").exists():
-        checkpoint = "embedded"
-    else:
-        from tests.random_checkpoint import random_checkpoint
-
-        checkpoint = str(random_checkpoint(folder / "checkpoint", stop_scale=1.0, voices=("anna", "bela")))
     path = folder / "profile.toml"
     path.write_text(
         f"[gateway]\ndrain_ms = 500\n[engine]\ndevice = {json.dumps(device)}\nlanes = {LANES}\nwaiting = {WAITING}\n"
-        f"graphs = false\nthreads = 1\ngauges_ms = 100\n[model]\ncheckpoint = {json.dumps(checkpoint)}\n"
+        f"graphs = false\nthreads = 1\ngauges_ms = 100\n[model]\ncheckpoint = {json.dumps(str(checkpoint))}\n"
     )
     return path
 

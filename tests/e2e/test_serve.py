@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import ROOT, Rill, check_end, child_environment, end, start, wait_until
+from tests.e2e.conftest import ROOT, Rill, check_end, child_environment, end, profile, start, wait_until
+from tests.random_checkpoint import random_checkpoint
 
 
 @pytest.mark.slow
@@ -18,8 +19,8 @@ def test_an_interrupt_ends_both_processes_cleanly(config: Path) -> None:
     check_end(start(config), signal.SIGINT)
 
 
-def test_a_killed_parent_leaves_no_orphans(config: Path) -> None:
-    rill = start(config)
+def test_a_killed_parent_leaves_no_orphans(tmp_path: Path) -> None:
+    rill = start(profile(tmp_path, "cpu", random_checkpoint(tmp_path / "tiny", stop_scale=1.0)))
     children = [Path("/proc") / str(rill.child(module)) for module in ("engine", "gateway")]
     end(rill.process, signal.SIGKILL)
     wait_until(lambda: not any(child.exists() for child in children), 10)

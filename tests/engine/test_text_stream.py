@@ -211,7 +211,7 @@ def test_the_same_text_gives_the_same_audio_however_it_comes(folder: Path, setti
     speaking, dice = Speaking(folder, lanes=4, **settings), random.Random(1)
     expected = whole(speaking, 0, TEXT, seed=4)
     assert expected
-    for context in range(1, 4):
+    for context in (1, 2):
         begin(speaking, context, seed=4)
         for piece in words(TEXT):
             say(speaking, context, [piece])
@@ -224,7 +224,7 @@ def test_the_same_text_gives_the_same_audio_however_it_comes(folder: Path, setti
 def test_audio_comes_before_the_end_of_the_text_and_a_pause_costs_nothing(folder: Path) -> None:
     speaking = Speaking(folder, lanes=2, talker_pages=200)
     begin(speaking, 0)
-    *most, last = words(TEXT + " " + TEXT)
+    *most, last = words(TEXT)
     say(speaking, 0, most)
     speaking.until_audio(0)
     while not (speaking.runner.room.is_idle and speaking.engine.scheduler.plan(0.0).is_empty):
@@ -238,20 +238,20 @@ def test_audio_comes_before_the_end_of_the_text_and_a_pause_costs_nothing(folder
     end(speaking, 0)
     kinds = [type(message) for message in speaking.said[0]]
     assert kinds.count(ClauseTaken) == kinds.count(ClauseDone) == 1 and kinds[-1] is Done
-    assert speaking.pcm(0) == whole(speaking, 2, TEXT + " " + TEXT)
+    assert speaking.pcm(0) == whole(speaking, 2, TEXT)
     speaking.assert_empty()
 
 
-@pytest.mark.parametrize("num_words", [0, 2, 9, 20])
+@pytest.mark.parametrize("num_words", [0, 2, 20])
 def test_a_cancel_in_a_pause_frees_all(folder: Path, num_words: int) -> None:
     speaking = Speaking(folder, lanes=2)
     begin(speaking, 0)
     say(speaking, 0, words(TEXT)[:num_words])
-    speaking.step(300)
+    speaking.step(100)
     speaking.cancel(0)
     speaking.finish([0])
     speaking.assert_empty()
-    assert whole(speaking, 1, TEXT)
+    assert whole(speaking, 1, "Hi")
 
 
 @pytest.mark.parametrize("text", ["Hi", "No.", "The cat sat there"])
@@ -312,7 +312,7 @@ def test_talkers_without_pages_wait_and_go_on(folder: Path) -> None:
     for context in range(2):
         begin(speaking, context, seed=context)
         say(speaking, context, words(TEXT)[:12])
-    speaking.step(300)
+    speaking.step(150)
     for context in range(2):
         say(speaking, context, words(TEXT)[12:])
         speaking.tell(End(context=context, epoch=0))

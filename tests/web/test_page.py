@@ -70,6 +70,7 @@ def test_a_device_of_another_rate_hears_the_same_sound(make_screen: MakeScreen, 
     assert screen.complaints == []
 
 
+@pytest.mark.slow
 def test_the_same_seed_repeats_the_samples_and_the_next_one_does_not(screen: Screen) -> None:
     screen.speak(SHORT)
     screen.page.click("#same")
@@ -86,6 +87,7 @@ def test_the_same_seed_repeats_the_samples_and_the_next_one_does_not(screen: Scr
     assert seeds == [seeds[0], seeds[0], seeds[0] + 1]
 
 
+@pytest.mark.slow
 def test_what_is_typed_while_it_speaks_is_said_in_the_same_context_and_can_be_repeated(screen: Screen) -> None:
     screen.write(SHORT)
     screen.page.press("#text", "Enter")
