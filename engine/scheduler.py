@@ -554,12 +554,16 @@ class Scheduler:
 
     def _victim(self, urgent: list[_Context], now: float) -> _Context | None:
         """Nobody can run: of those who lack pages the least urgent gives way, one that nobody has heard before others.
-        Who only rests will go on and give pages back, so for a while it is waited for."""
+        Who only rests or waits for words will go on and give pages back, so for a while it is waited for."""
         stuck = [context for context in urgent if context.is_blocked]
         if not stuck:
             return None
         victim = next((context for context in reversed(stuck) if not context.samples), stuck[-1])
-        is_hopeful = any(not context.is_blocked and self._rests(context) for context in urgent)
+        is_hopeful = any(
+            context.runs[0].is_starved or not context.is_blocked and self._rests(context)
+            for context in self._order
+            if context.runs
+        )
         return None if is_hopeful and now - victim.served_s < self.limits.waiting_s else victim
 
     def _rests(self, context: _Context) -> bool:

@@ -21,6 +21,7 @@ SENTENCE: Final = 16  # a sentence shorter than this goes with the next one: "No
 SOFT_FIRST: Final = 60  # from here on the first clause may end at a comma, so that speech starts early
 SOFT: Final = 120
 HARD: Final = 200  # from here on any space will do
+FIGURE: Final = 5  # letters' worth of a digit, by words: then no clause is too long for the talker, whatever is in it
 UNBROKEN: Final = 300  # and here the cut comes even without one
 
 ENDERS: Final = ".!?…"
@@ -54,7 +55,7 @@ class ClauseCutter:
     def __init__(self, *, by_words: bool = False) -> None:
         self._by_words = by_words
         self._soft_first, self._soft_later, self._hard, self._unbroken = (
-            (HARD, HARD, UNBROKEN, 2 * HARD) if by_words else (SOFT_FIRST, SOFT, HARD, UNBROKEN)
+            (HARD, HARD, HARD + 50, UNBROKEN) if by_words else (SOFT_FIRST, SOFT, HARD, UNBROKEN)
         )
         self._given = 0  # characters that were passed on before the clause's end
         self._word = 0  # where the current word begins
@@ -107,7 +108,7 @@ class ClauseCutter:
         return clause
 
     def _pass(self, here: str) -> None:
-        self._weight += 3 if _is_wide(here) else 1
+        self._weight += 3 if _is_wide(here) else FIGURE if self._by_words and here.isdecimal() else 1
         self._seen += 1
         if here not in CLOSERS:
             self._last = here

@@ -150,9 +150,12 @@ class Client:
         rate: int = 24000,
         lang: str | None = None,
         instruct: str | None = None,
+        by_words: bool = False,
     ) -> AsyncIterator[bytes]:
         """The text's audio, as it is made. Leaving the iteration early cancels the rest."""
-        context = await self.open(voice=voice, seed=seed, enc=enc, rate=rate, lang=lang, instruct=instruct)
+        context = await self.open(
+            voice=voice, seed=seed, enc=enc, rate=rate, lang=lang, instruct=instruct, by_words=by_words
+        )
         feeder = asyncio.create_task(context.feed(text), name="rill-feeder")
         try:
             async for pcm in context:

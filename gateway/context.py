@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from engine import messages as engine
@@ -27,6 +27,7 @@ CREDIT_STEP_S: Final = 0.1  # the engine is told when its limit has grown by so 
 CLAUSES: Final = 10_000  # of one context: hours of speech
 FLUSHES: Final = 1_024  # unanswered, of one context
 PREPARED: Final = 3  # clauses that the engine works on ahead of the voice
+OPENING: Final = 24  # characters from which on the beginnings of a clause that comes by words are suspects too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,12 +46,12 @@ class _Piece:
 
 @dataclass(slots=True)
 class _Clause:
-    """By words, what has come of it."""
+    """A clause at the engine; by words, as much of it as has come."""
 
     end: int  # characters of the context's text up to the clause's end
     num_bytes: int = 0
     text: str = ""  # as long as more of it may come
-    fingerprint: str = ""
+    fingerprints: list[str] = field(default_factory=list)  # of the whole; by words, of its beginnings from OPENING on
     is_whole: bool = False
     samples: int | None = None  # of the context, when all of the clause's audio is in
 
@@ -105,7 +106,9 @@ class Context:
         self._opened_at = now  # when the client asked
         self._heard_at = now  # when the client or the engine last said something of it, or audio went out
         self._quarantine = quarantine
-        self._kind = (opened.voice, request.instruct, request.lang)  # with a clause's text, what the engine works on
+        by_words = request.aggregation == "word"
+        # With a clause's text, what the engine works on:
+        self._kind = (opened.voice, request.instruct, request.lang, "word" if by_words else None)
         self.lead_s: float | None = None  # the listener's, when the last message went out
         self._playout = Playout()
         self._is_open = False
@@ -115,7 +118,7 @@ class Context:
         self._credit_s: float | None = None
         self._told = 0  # credit at the engine, samples at 24 kHz
         self._encoder = Encoder(opened.enc, opened.rate)
-        self._cutter = ClauseCutter(by_words=request.aggregation == "word")
+        self._cutter = ClauseCutter(by_words=by_words)
         self._pieces: deque[_Piece] = deque()
         self._clauses: list[_Clause] = []
         self._num_pieces = 0
@@ -189,8 +192,10 @@ class Context:
             self._add_clause(clause)
         self._cut += len(text)
         clause.end, clause.num_bytes = self._cut, clause.num_bytes + len(text.encode())
-        clause.fingerprint, clause.is_whole = fingerprint, is_last
-        clause.text = "" if is_last else clause.text + text
+        if len(clause.text) < OPENING:
+            clause.fingerprints.clear()
+        clause.fingerprints.append(fingerprint)
+        clause.text, clause.is_whole = "" if is_last else clause.text + text, is_last
         index, lease = len(self._clauses) - 1, self.lease
         self._post(engine.Clause(context=lease.context, epoch=lease.epoch, index=index, text=text, is_last=is_last))
 
@@ -231,7 +236,9 @@ class Context:
 
     def clause_done(self, index: int) -> wire.Taken | None:
         """All of the clause's audio is in; a clause without any may never have been taken before."""
-        self._quarantine.clear(self._clauses[index].fingerprint)
+        for fingerprint in self._clauses[index].fingerprints:
+            self._quarantine.clear(fingerprint)
+        self._clauses[index].fingerprints.clear()
         self._clauses[index].samples = self._encoder.position
         self._num_clauses_done = index + 1
         self._mark_flushes()
@@ -285,7 +292,8 @@ class Context:
     def suspects(self) -> list[str]:
         """What the engine is working on, by fingerprint."""
         last = self._num_taken + PREPARED
-        return [clause.fingerprint for clause in self._clauses[self._num_clauses_done : last]]
+        under_way = self._clauses[self._num_clauses_done : last]
+        return [fingerprint for clause in under_way for fingerprint in clause.fingerprints]
 
     def silence_s(self, now: float) -> float:
         """How long nothing has come of it or for it. A place in the engine's queue is the engine's to time."""

@@ -38,7 +38,8 @@ def need(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ConfigError(f"no {module}: `rill eval` needs pip install 'rill[eval]' ({error})") from error
+        advice = f"`rill eval` needs pip install 'rill[eval]' ({error})"
+        raise ConfigError(f"no {module}: {advice}" if error.name == module else f"{module}: {error}") from error
 
 
 class Ears:

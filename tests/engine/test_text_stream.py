@@ -163,6 +163,13 @@ def say(speaking: Speaking, context: int, pieces: list[tuple[str, bool]], index:
         speaking.tell(Clause(context=context, epoch=0, index=index, text=text, is_last=is_last))
 
 
+def until_idle(speaking: Speaking) -> None:
+    """Until the engine has nothing to do before more text comes."""
+    speaking.step(5)  # what was said is heard, and its text worked on
+    while not (speaking.runner.room.is_idle and speaking.engine.scheduler.plan(0.0).is_empty):
+        speaking.step()
+
+
 def end(speaking: Speaking, context: int) -> None:
     speaking.tell(End(context=context, epoch=0))
     speaking.finish([context])
@@ -227,11 +234,10 @@ def test_audio_comes_before_the_end_of_the_text_and_a_pause_costs_nothing(folder
     *most, last = words(TEXT)
     say(speaking, 0, most)
     speaking.until_audio(0)
-    while not (speaking.runner.room.is_idle and speaking.engine.scheduler.plan(0.0).is_empty):
-        speaking.step()
+    until_idle(speaking)
     steps = speaking.engine.num_steps
     speaking.step(5)
-    assert speaking.engine.num_steps == steps and speaking.engine._patience_s() >= 0
+    assert speaking.engine.num_steps == steps and not speaking.engine._has_launched
     other = speaking.speak(1, "Hi.", seed=7)  # whom the pause doesn't keep waiting
     assert other and not any(isinstance(message, ClauseTaken) for message in speaking.said[0])
     say(speaking, 0, [last])
@@ -320,4 +326,23 @@ def test_talkers_without_pages_wait_and_go_on(folder: Path) -> None:
     assert all(isinstance(speaking.said[context][-1], Done) for context in range(2))
     alone = Speaking(folder, lanes=1, talker_pages=100)
     assert [speaking.pcm(c) for c in range(2)] == [whole(alone, c, TEXT, seed=c) for c in range(2)]
+    speaking.assert_empty()
+
+
+def test_who_finds_no_pages_waits_for_one_that_waits_for_words(folder: Path) -> None:
+    speaking = Speaking(folder, lanes=2, talker_pages=84)
+    begin(speaking, 0)
+    say(speaking, 0, words(TEXT)[:12])
+    until_idle(speaking)
+    speaking.tell(
+        Open(context=1, epoch=0, voice="", seed=1),
+        Clause(context=1, epoch=0, index=0, text=TEXT),
+        End(context=1, epoch=0),
+    )
+    until_idle(speaking)
+    assert [type(message).__name__ for message in speaking.said[1]] == ["Opened"]
+    say(speaking, 0, words(TEXT)[12:])
+    speaking.tell(End(context=0, epoch=0))
+    speaking.finish([0, 1])
+    assert [type(speaking.said[context][-1]) for context in (0, 1)] == [Done, Done]
     speaking.assert_empty()

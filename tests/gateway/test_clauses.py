@@ -130,3 +130,10 @@ def test_by_words_sentences_end_clauses_and_commas_only_of_very_long_ones() -> N
     text = "One two, three four five. " + "and so on, " * 30
     ends = [len(clause) for clause in "".join(t + "|" * end for t, end in stretches([text])).split("|")]
     assert ends[0] == 26 and HARD < ends[1] < UNBROKEN
+
+
+@pytest.mark.parametrize("text", ["9876543210987 " * 25, "ha" * 300, "7" * 1_000, "and so on " * 40])
+def test_by_words_no_clause_is_too_long_for_the_talker(text: str) -> None:
+    clauses = "".join(part + "|" * end for part, end in stretches([text])).split("|")
+    assert "".join(clauses) == text
+    assert all(len(clause) <= UNBROKEN and sum(map(str.isdecimal, clause)) <= 60 for clause in clauses)

@@ -508,3 +508,41 @@ def test_by_words_a_clause_goes_to_the_engine_as_its_words_come() -> None:
     bench.now += 21
     bench.protocol.tick()
     assert bench.read()[-1]["code"] == "idle"
+
+
+def death_over(bench: Bench, text: str, engine_life: str, **fields: Any) -> list[dict[str, Any]]:
+    """What the caller is told of a text that is being spoken when the engine dies."""
+    lease = bench.open(**fields)
+    bench.port.quarantine.engine = engine_life
+    told = bench.say("text", c="a", n=0, s=text)
+    if lease in bench.port.routes:
+        failed = engine.Failed(context=lease.context, epoch=1, code="engine_restart", message="", retry=True)
+        told += bench.tell(lease, failed)
+    return told
+
+
+DEADLY = "This sentence is the death of engines wherever they cut it off, and nobody knows why it should be so"
+
+
+def test_by_words_a_deadly_text_is_known_wherever_the_engine_died_over_it(tmp_path: Path) -> None:
+    bench = Bench()
+    bench.port.quarantine = Quarantine(tmp_path, lambda: 0.0)
+    for life, length in (("one", 52), ("two", 40)):
+        assert death_over(bench, DEADLY[:length], life, aggregation="word")[-1]["code"] == "engine_restart"
+    assert death_over(bench, DEADLY[:60], "three", aggregation="word")[-1]["code"] == "engine_error"
+    assert death_over(bench, DEADLY + ".", "three")[-1]["code"] == "engine_restart"  # that is another job
+
+
+def test_by_words_a_beginning_that_is_spoken_to_its_end_is_cleared(tmp_path: Path) -> None:
+    bench = Bench()
+    bench.port.quarantine = Quarantine(tmp_path, lambda: 0.0)
+    death_over(bench, DEADLY[:60], "one", aggregation="word")
+    lease = bench.open(aggregation="word")
+    bench.say("text", c="a", n=0, s=DEADLY[:60])
+    bench.say("end", c="a")
+    bench.tell(lease, engine.ClauseDone(context=lease.context, epoch=lease.epoch, index=0, samples=24_000))
+    bench.say("cancel", c="a")
+    assert death_over(bench, DEADLY[:60], "two", aggregation="word")[-1]["code"] == "engine_restart"
+    assert death_over(bench, "This one is fine", "three", aggregation="word")[-1]["code"] == "engine_restart"
+    bench.open(aggregation="word")
+    assert not bench.say("text", c="a", n=0, s="This one is good, as far as it goes")
