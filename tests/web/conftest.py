@@ -130,7 +130,8 @@ class Screen:
         return np.frombuffer(data, "<i2").astype(np.float32) / np.float32(32767)
 
     def heard(self) -> Floats:
-        """What the loudspeaker was given since the last call."""
+        """What the loudspeaker was given since the last call, up to a silence: it tells its listener a moment later."""
+        self.until("window.heard.at(-1)?.every((sample) => sample === 0)")
         return np.frombuffer(base64.b64decode(self.page.evaluate("takeHeard()")), "<f4")
 
     def figure(self, name: str) -> str:
