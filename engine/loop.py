@@ -338,12 +338,15 @@ class Engine:
     def warm(self, *, has_graphs: bool = True, on_progress: Callable[[str], None] = lambda name: None) -> None:
         """Everything that a first caller would have to wait for. Raises EngineFault.
 
-        Captures the models' launches, speaks a sentence with the first voices, and, where rows share launches, begins
-        one in crowds of every size: memory is there then, and what a launch of each size costs has been measured.
+        Captures the models' launches, speaks a sentence with the default voice and another, and, where rows share
+        launches, begins one in crowds of every size: memory is there then, and what a launch of each size costs has
+        been measured.
         on_progress is called with the name of what comes next.
         """
         self.runner.warm(has_graphs=has_graphs, on_capture=on_progress)
-        voices = list(islice(self.reader.voices.builtin, WARM_VOICES))
+        default = self.reader.default_voice
+        others = (voice for voice in self.reader.voices.builtin if voice != default)
+        voices = [default, *islice(others, WARM_VOICES - 1)]
         for voice in voices:
             on_progress(f"speak as {voice}")
             self._whisper([voice])

@@ -19,6 +19,7 @@ def test_an_interrupt_ends_both_processes_cleanly(config: Path) -> None:
     check_end(start(config), signal.SIGINT)
 
 
+@pytest.mark.slow
 def test_a_killed_parent_leaves_no_orphans(tmp_path: Path) -> None:
     rill = start(profile(tmp_path, "cpu", random_checkpoint(tmp_path / "tiny", stop_scale=1.0)))
     children = [Path("/proc") / str(rill.child(module)) for module in ("engine", "gateway")]

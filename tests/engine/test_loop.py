@@ -605,10 +605,17 @@ def test_one_lane_serves_a_queue_in_order(make: Make) -> None:
 def test_the_warm_up_leaves_nothing_behind_and_says_nothing(short_folder: Path) -> None:
     speaking, names = Speaking(short_folder), list[str]()
     speaking.engine.warm(on_progress=names.append)
-    assert names == ["speak as anna", "speak as bert"]
+    assert names == ["speak as anna", "speak as bert"]  # there are no more
     assert not speaking.said
     assert speaking.runner.prefixes.num_pages == 2
     speaking.assert_empty()
+
+
+def test_the_warm_up_begins_with_the_default_voice(short_folder: Path) -> None:
+    speaking, names = Speaking(short_folder), list[str]()
+    speaking.engine.reader.default_voice = "bert"
+    speaking.engine.warm(on_progress=names.append)
+    assert names == ["speak as bert", "speak as anna"]
 
 
 def test_where_rows_share_launches_the_warm_up_measures_crowds(short_folder: Path) -> None:

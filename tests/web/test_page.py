@@ -239,6 +239,7 @@ def test_many_streams_show_how_far_ahead_each_is(screen: Screen) -> None:
 # ---- when the server goes
 
 
+@pytest.mark.slow
 def test_a_killed_gateway_is_noticed_and_found_again_and_no_text_is_lost(make_screen: MakeScreen, rill: Rill) -> None:
     screen = make_screen()
     screen.write(LONG)
@@ -372,7 +373,7 @@ def test_every_control_can_be_reached_by_the_tab_key(screen: Screen) -> None:
     assert [name for name in reached if name in expected][: len(expected)] == expected
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
 def test_axe_finds_nothing_wrong(make_screen: MakeScreen, scheme: str) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="no axe here: pip install -e '.[web]'")
     screen = make_screen(color_scheme=scheme)
