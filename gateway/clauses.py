@@ -67,15 +67,6 @@ class ClauseCutter:
         self._last = ""  # of those, the last that closes no quotation or bracket
         self._is_first = True
 
-    @property
-    def num_buffered(self) -> int:
-        """Characters that wait for the end of their clause."""
-        return len(self._text)
-
-    def push(self, piece: str) -> list[str]:
-        """The clauses that this piece completes."""
-        return [stretch.text for stretch in self.stretches(piece)]
-
     def stretches(self, piece: str) -> list[Stretch]:
         """The stretches that are certain with this piece: clauses or, by words, what is left of them too."""
         self._text += piece
@@ -91,13 +82,9 @@ class ClauseCutter:
                 self._pass(here)
         return found
 
-    def flush(self) -> str:
-        """All that is buffered, as one clause; empty if nothing is."""
-        return self._take(len(self._text))
-
     def rest(self) -> list[Stretch]:
-        """All that is buffered, as the end of its clause."""
-        return [Stretch(text, True)] if (text := self.flush()) else []
+        """All that is buffered, as the end of its clause; nothing if nothing is."""
+        return [Stretch(text, True)] if (text := self._take(len(self._text))) else []
 
     def _take(self, cut: int) -> str:
         clause, self._text = self._text[self._given : cut], self._text[cut:]

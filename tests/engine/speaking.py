@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from engine import checkpoint as checkpoints
-from engine.batch import Runner
+from engine.batch import Launched, Runner
 from engine.config import EngineConfig
 from engine.frontend import Tokenizer
 from engine.loop import Engine, LinkOpened, Reader, Said
@@ -30,7 +30,7 @@ from engine.messages import (
     ToEngine,
     ToGateway,
 )
-from engine.scheduler import Scheduler
+from engine.scheduler import Plan, Scheduler
 from engine.server import limits, with_caches
 from engine.voice_store import VoiceStore
 from engine.voices import read_voices
@@ -49,6 +49,19 @@ class AtOnce(Executor):
         except BaseException as error:
             future.set_exception(error)
         return future
+
+
+def never_waiting(launch: Callable[[Plan], Launched]) -> Callable[[Plan], Launched]:
+    """The launch, which fails where it waits for the GPU."""
+
+    def launched(plan: Plan) -> Launched:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return launch(plan)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    return launched
 
 
 class Speaking:

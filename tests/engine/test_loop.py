@@ -25,11 +25,11 @@ from engine.messages import (
     Opened,
     SamplingChoice,
 )
-from engine.scheduler import HiftRow, Part, Plan
+from engine.scheduler import HiftRow, Part
 from engine.streams import Flight
 from engine.voice_store import VoiceStore
 from engine.voices import Voice
-from tests.engine.speaking import Speaking
+from tests.engine.speaking import Speaking, never_waiting
 from tests.random_checkpoint import SMALL, TINY, random_checkpoint
 
 HOP = 25 * 960
@@ -769,16 +769,7 @@ def test_on_a_gpu_graphs_say_what_eager_kernels_say(gpu: Speaking, small_folder:
 
 @pytest.mark.gpu
 def test_on_a_gpu_a_launch_never_waits_for_the_device(gpu: Speaking, monkeypatch: pytest.MonkeyPatch) -> None:
-    launch = gpu.runner.launch
-
-    def launched_without_waiting(plan: Plan) -> Launched:
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            return launch(plan)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-    monkeypatch.setattr(gpu.runner, "launch", launched_without_waiting)
+    monkeypatch.setattr(gpu.runner, "launch", never_waiting(gpu.runner.launch))
     assert all(speak_at_once(gpu))
     gpu.assert_empty()
 

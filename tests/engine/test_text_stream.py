@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from engine.batch import Launched
 from engine.frontend import Tokenizer, normalise, segments, stretch
 from engine.messages import Clause, ClauseDone, ClauseTaken, Done, End, Failed, Open
-from engine.scheduler import Plan
 from engine.talker import TalkerShape
 from engine.text_stream import TextStream, Turn
 from gateway.clauses import ClauseCutter
-from tests.engine.speaking import Speaking
+from tests.engine.speaking import Speaking, never_waiting
 from tests.random_checkpoint import SMALL, TINY, random_checkpoint
 
 END_OF_PROMPT = 90
@@ -188,16 +186,7 @@ def test_on_a_gpu_words_in_graphs_are_spoken_however_they_come(tmp_path: Path) -
     folder = random_checkpoint(tmp_path, SMALL, voices=("anna", "bert"), stop_scale=1.0)
     speaking, dice = Speaking(folder, device="cuda", lanes=8, talker_pages=900), random.Random(1)
     speaking.engine.warm()
-    launch = speaking.runner.launch
-
-    def launched_without_waiting(plan: Plan) -> Launched:
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            return launch(plan)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-    speaking.runner.launch = launched_without_waiting  # type: ignore[method-assign]
+    speaking.runner.launch = never_waiting(speaking.runner.launch)  # type: ignore[method-assign]
     expected = whole(speaking, 0, TEXT, seed=4)
     for context in range(1, 8):
         begin(speaking, context, seed=4)

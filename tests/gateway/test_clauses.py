@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.clauses import HARD, SOFT_FIRST, UNBROKEN, ClauseCutter
+from gateway.clauses import HARD, SOFT_FIRST, UNBROKEN, ClauseCutter, Stretch
 
 PARTS = [
     "Hello there",
@@ -27,20 +27,26 @@ PARTS = [
 TEXTS = st.lists(st.sampled_from(PARTS) | st.text(max_size=12), max_size=60).map("".join)
 
 
+def stretches(pieces: list[str], *, by_words: bool = True) -> list[Stretch]:
+    cutter = ClauseCutter(by_words=by_words)
+    return [*(stretch for piece in pieces for stretch in cutter.stretches(piece)), *cutter.rest()]
+
+
 def clauses(pieces: list[str]) -> list[str]:
-    cutter = ClauseCutter()
-    cut = [clause for piece in pieces for clause in cutter.push(piece)]
-    return [*cut, *filter(None, [cutter.flush()])]
+    return [stretch.text for stretch in stretches(pieces, by_words=False)]
 
 
-@given(TEXTS, st.data())
+@pytest.mark.parametrize("by_words", [False, True])
+@given(text=TEXTS, data=st.data())
 @settings(max_examples=200, deadline=None)
-def test_cuts_depend_on_the_characters_alone(text: str, data: st.DataObject) -> None:
+def test_cuts_depend_on_the_characters_alone(by_words: bool, text: str, data: st.DataObject) -> None:
     places = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=20)))
     pieces = [text[start:stop] for start, stop in zip([0, *places], [*places, len(text)], strict=True)]
-    whole = clauses([text])
-    assert clauses(pieces) == whole == clauses(list(text))
-    assert "".join(whole) == text
+    whole = stretches([text], by_words=by_words)
+    assert stretches(pieces, by_words=by_words) == whole == stretches(list(text), by_words=by_words)
+    assert "".join(part.text for part in whole) == text
+    assert all(part.text and (part.is_last or by_words) for part in whole)
+    assert not whole or whole[-1].is_last
 
 
 @pytest.mark.parametrize(
@@ -61,8 +67,8 @@ def test_a_full_stop_inside_a_sentence_does_not_cut(text: str) -> None:
 
 def test_a_sentence_is_cut_as_soon_as_it_has_ended() -> None:
     cutter = ClauseCutter()
-    assert cutter.push("This is one sentence.") == []
-    assert cutter.push(" ") == ["This is one sentence. "]
+    assert cutter.stretches("This is one sentence.") == []
+    assert cutter.stretches(" ") == [Stretch("This is one sentence. ", True)]
 
 
 def test_closing_quotes_stay_with_their_sentence() -> None:
@@ -89,24 +95,6 @@ def test_an_unbroken_cut_never_splits_a_letter_from_its_accent() -> None:
 
 
 # by words
-
-
-def stretches(pieces: list[str]) -> list[tuple[str, bool]]:
-    cutter = ClauseCutter(by_words=True)
-    found = [stretch for piece in pieces for stretch in cutter.stretches(piece)]
-    return [(text, is_last) for text, is_last in (*found, *cutter.rest())]
-
-
-@given(TEXTS, st.data())
-@settings(max_examples=200, deadline=None)
-def test_stretches_depend_on_the_characters_alone_and_end_their_clauses(text: str, data: st.DataObject) -> None:
-    places = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=20)))
-    pieces = [text[start:stop] for start, stop in zip([0, *places], [*places, len(text)], strict=True)]
-    whole = stretches([text])
-    assert stretches(pieces) == whole == stretches(list(text))
-    assert "".join(part for part, _ in whole) == text
-    assert all(part for part, _ in whole)
-    assert not whole or whole[-1][1]
 
 
 @pytest.mark.parametrize(

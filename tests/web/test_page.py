@@ -239,7 +239,6 @@ def test_many_streams_show_how_far_ahead_each_is(screen: Screen) -> None:
 # ---- when the server goes
 
 
-@pytest.mark.slow
 def test_a_killed_gateway_is_noticed_and_found_again_and_no_text_is_lost(make_screen: MakeScreen, rill: Rill) -> None:
     screen = make_screen()
     screen.write(LONG)
