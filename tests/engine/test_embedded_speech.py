@@ -71,7 +71,7 @@ class Voice:
 
     def say(self, text: str, voice: str = "", *, seed: int = 1, streaming: bool = True) -> Spoken:
         cutter, context, speaking = ClauseCutter(), next(self._contexts), self._speaking
-        clauses = [clause for clause in (*cutter.push(text), cutter.flush()) if clause]
+        clauses = [stretch.text for stretch in (*cutter.stretches(text), *cutter.rest())]
         speaking.open(context, *clauses, voice=voice, seed=seed, streaming=streaming)
         self._mels.clear()
         parts: dict[int, Segment] = {}
