@@ -36,7 +36,7 @@ SHAPE = HiftShape(base=128, f0_channels=128, tone_steps=FRAME_SAMPLES)
 FRAMES, JUDGED = 32, 24
 ROWS = 32
 MEL_WEIGHT, STFT_WEIGHT, MATCH_WEIGHT, PITCH_WEIGHT = 45.0, 2.0, 2.0, 1.0
-PLAIN = 0.1  # share of the budget before the judges join
+PLAIN, PLAIN_STEPS = 0.1, 100  # share of the budget before the judges join; steps of an earlier vocoder before they do
 TEACHER_PITCH = 0.3  # share of the budget in which some rows take their excitation from the teacher
 PEAK_RATE, FLOOR_RATE = 4e-4, 1e-5
 TONE_WEIGHT = 2.0
@@ -271,7 +271,7 @@ def train(stage: Stage) -> None:
         rate = stage.budget.rate(num_steps, peak=PEAK_RATE, floor=FLOOR_RATE)
         trainer.pace(rate, max(0.0, 1 - spent / TEACHER_PITCH))
         crops = waves.crops(rows)
-        is_judged = is_met or (spent > PLAIN and (not is_resumed or num_steps > 100))
+        is_judged = is_met or (num_steps > PLAIN_STEPS if is_resumed else spent > PLAIN)
         if step is None or is_judged != was_judged:
             step, was_judged = stepper(trainer, crops, is_judged=is_judged), is_judged
         losses = step(crops)
