@@ -192,7 +192,7 @@ def test_a_stream_sounds_as_whole_and_as_steady_as_a_full_response(
     for at in (edges, [len(full) - FRAME]):  # and each fault is found where it is planted
         steps = np.zeros(len(full))
         for edge in at:
-            steps[edge:] += 0.2 * np.abs(full).max() * 0.995 ** np.arange(len(full) - edge)
+            steps[edge:] += 0.4 * np.abs(full).max() * 0.995 ** np.arange(len(full) - edge)
         assert clicks(streamed + steps, full, at)
     assert is_tail_noisy(streamed + steps, full)
     hiss = np.random.default_rng(1).normal(size=2 * FRAME) * 0.1 * np.abs(full).max()

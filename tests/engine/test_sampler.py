@@ -57,7 +57,9 @@ def test_redraw_follows_the_reference_distribution(name: str) -> None:
     expected = case["second_draw_probs"]
     rest = case["logp"].clone()
     rest[repeated] = -torch.inf
-    torch.testing.assert_close(rest.softmax(0), expected, rtol=0, atol=PROBABILITY_TOLERANCE)
+    # In float64, and the fixture to a sum of one: a float32 sum over 6,761 is off by up to 1e-5, each CPU in its own way.
+    exact = expected.double() / expected.double().sum()
+    torch.testing.assert_close(rest.double().softmax(0), exact, rtol=0, atol=PROBABILITY_TOLERANCE)
     keys = torch.tensor([[key(5, 0, step, 1)] for step in range(800)])
     ids = pick(rest.expand(800, -1), torch.arange(len(rest)), keys)
     assert repeated not in ids.tolist()
