@@ -260,7 +260,7 @@ class Runner:
         self.models = models
         self.rows_per_launch = rows_per_launch
         self.keeps_flow, self.is_final_causal = keeps_flow, is_final_causal
-        self.costs = costs or Costs()
+        self.costs = costs or Costs(models.flow.shape.steps)
         self.codes_per_text = Mean(CODES_PER_TEXT)  # that talkers gave for an id of text
         self.seconds = dict.fromkeys((TALKER, FLOW, HIFT), 0.0)  # of the device, since the start
         self.talkers = TalkerLanes(models.talker, models.talker_store, lanes=lanes, rows_per_launch=rows_per_launch)
@@ -510,7 +510,7 @@ class Runner:
     # Flow
 
     def _launch_flow(self, rows: Sequence[FlowStep], done: Launched) -> None:
-        """An Euler step of the streamed rows and of new voices' prompts; all ten at once of full responses and, where
+        """An Euler step of the streamed rows and of new voices' prompts; all at once of full responses and, where
         the profile says so, of last hops."""
         self._claims, self._refused_pages = None, MANY
         streamed: list[FlowStep] = []

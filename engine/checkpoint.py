@@ -63,6 +63,7 @@ class Settings:
     lookahead_tokens: int = 3
     guidance: float = 0.7
     flow_head_dim: int = 64  # used only where flow.pt lacks inv_freq
+    euler_steps: int = 10  # of the flow's solver
     tone_steps: int = 1  # of the vocoder's excitation in a mel frame
     reads_ascii: bool = False  # the talker knows no other letters: others are spelled in these
 
@@ -150,7 +151,11 @@ def load_flow(folder: Path, settings: Settings, device: torch.device, dtype: tor
         state[INV_FREQ] = 1.0 / 10_000 ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
     shape = measured(file, lambda: FlowShape.from_state(state))
     shape = replace(
-        shape, chunk_frames=settings.chunk_frames, lookahead=settings.lookahead_tokens, cfg=settings.guidance
+        shape,
+        chunk_frames=settings.chunk_frames,
+        lookahead=settings.lookahead_tokens,
+        steps=settings.euler_steps,
+        cfg=settings.guidance,
     )
     # Rotary frequencies stay float32 at least: rounded to bfloat16 they would turn far positions at random.
     wide = torch.promote_types(dtype, torch.float32)
@@ -398,12 +403,13 @@ def settings_of(leaves: Leaves) -> Settings:
             )
         ),
         flow_head_dim=int(leaves.number(official.flow_head_dim, estimator + "dim_head")),
+        euler_steps=int(leaves.number(official.euler_steps, "flow.n_timesteps")),
         tone_steps=int(leaves.number(official.tone_steps, "hift.tone_steps")),
         reads_ascii=leaves.flag(official.reads_ascii, "frontend.reads_ascii"),
     )
     if settings.tone_steps not in (1, FRAME_SAMPLES):
         raise ValueError(f"hift.tone_steps is {settings.tone_steps}, expected 1 or {FRAME_SAMPLES}")
-    bounds = {"guidance": (0, 10), "flow_head_dim": (2, 1024)}
+    bounds = {"guidance": (0, 10), "flow_head_dim": (2, 1024), "euler_steps": (1, 100)}
     for name, (low, high) in bounds.items():
         if not low <= getattr(settings, name) <= high:
             raise ValueError(f"{name} {getattr(settings, name)} is outside {low}..{high}")

@@ -12,12 +12,12 @@ from bisect import bisect_left
 from collections import defaultdict
 
 TOKENS_PER_S = 25
-EULER_STEPS = 10
+EULER_STEPS = 10  # of the official release
 WEIGHT = 0.1  # of a new measurement in a mean
 FIRST_WEIGHTS = 4  # measurements that count alike before that
 SLOW_WEIGHT = 0.02  # of a new measurement in the least one, if it isn't less
 
-# Stages: a token for every lane, rows of prompts, an Euler step, whole rows (ten steps of full responses), vocoder.
+# Stages: a token for every lane, rows of prompts, an Euler step, whole rows (all steps of full responses), vocoder.
 TALKER, PREFILL, FLOW, WHOLE, HIFT = "talker", "prefill", "flow", "whole", "hift"
 
 
@@ -36,9 +36,13 @@ class Mean:
 
 
 class Costs:
-    """Seconds of a launch by stage and tier; a tier holds the numbers of rows up to a power of two."""
+    """Seconds of a launch by stage and tier; a tier holds the numbers of rows up to a power of two.
 
-    def __init__(self) -> None:
+    euler_steps: launches that solve a hop of the flow.
+    """
+
+    def __init__(self, euler_steps: int = EULER_STEPS) -> None:
+        self.euler_steps = euler_steps
         self._tiers: defaultdict[str, dict[int, Mean]] = defaultdict(dict)
         self._least: dict[tuple[str, int], float] = {}
 
@@ -83,7 +87,7 @@ class Costs:
         """Shares of a second that so many listeners take: of the talker's stream, of the flow's and HiFT's."""
         rows = min(listeners, flow_rows)
         talker = TOKENS_PER_S * (self.of(TALKER, listeners) or 0.0)
-        flow = EULER_STEPS * (self.of(FLOW, rows) or 0.0) + (self.of(HIFT, rows) or 0.0)
+        flow = self.euler_steps * (self.of(FLOW, rows) or 0.0) + (self.of(HIFT, rows) or 0.0)
         return talker, flow * listeners / rows
 
     def table(self) -> dict[str, dict[int, float]]:

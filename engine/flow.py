@@ -1,7 +1,7 @@
 """Flow: speech tokens -> mel, offline and exactly incremental (CosyVoice3 reference, section on the flow).
 
 Letters: B batch rows, T frames of 20 ms (prompt included), P prompt tokens, N generated tokens (2 frames each),
-M 80 mel channels, D model width, H heads, E channels per head, S the ten Euler steps, W frames of one chunk (50),
+M 80 mel channels, D model width, H heads, E channels per head, S Euler steps, W frames of one chunk (50),
 U units of a packed call (a unit is one chunk of one row with both guidance branches), w frames computed of each.
 
 Incremental form: with the chunk mask a frame never looks past its own 50-frame chunk, so one chunk is solved once
@@ -194,9 +194,9 @@ class Laying:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tables:
-    """Constants of the ten Euler steps, made once per device, dtype and set of weights."""
+    """Constants of the Euler steps, made once per device, dtype and set of weights."""
 
-    steps: Tensor  # int64 [S], 0..9
+    steps: Tensor  # int64 [S], 0..S-1
     spans: Tensor  # [S], dt of each step
     angles: Angles
     noise: Tensor  # [MAX_FRAMES + W, M]; what stands behind the noise is zero, and nobody reads what comes of it
@@ -273,7 +273,7 @@ class Flow(nn.Module):
 
     @property
     def wide(self) -> torch.dtype:
-        """Of the state x, the times and the mel: float32 at least, since ten steps would add up rounding."""
+        """Of the state x, the times and the mel: float32 at least, since the steps would add up rounding."""
         return torch.promote_types(self.dtype, torch.float32)
 
     @property
@@ -467,12 +467,12 @@ class Flow(nn.Module):
             row.steps_done += 1
 
     def finish(self, row: FlowRow, store: FlowStore) -> Tensor:
-        """Ends a solve of ten steps: see finish_all."""
+        """Ends a solve: see finish_all."""
         return self.finish_all([row], store)[0]
 
     @torch.inference_mode()
     def finish_all(self, rows: Sequence[FlowRow], store: FlowStore) -> list[Tensor]:
-        """Ends solves of ten steps: of each row the new mel [M, frames after the prompt], maybe 0 frames of it.
+        """Ends solves: of each row the new mel [M, frames after the prompt], maybe 0 frames of it.
 
         One copy for all, so the results are views of memory that lives as long as the last of them. It is enqueued
         on the current stream, which has to be that of step().

@@ -1,8 +1,8 @@
 """Whole rows, looking both ways, laid end to end in slots of fixed address, and their captured launches.
 
-A group of rows brings one table of indices, prompts' mels and speakers; one body lays it, and ten runs of another,
-which counts its own steps, solve it. Captured once per number of frames, so a group costs the host about a dozen
-launches.
+A group of rows brings one table of indices, prompts' mels and speakers; one body lays it, and a run for each Euler step
+of another, which counts its own steps, solves it. Captured once per number of frames, so a group costs the host about a
+dozen launches.
 Letters as in flow.py; R rows that a table takes. What fills a table up are rows of nobody.
 """
 

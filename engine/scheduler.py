@@ -4,7 +4,7 @@ A context waits for a lane, holds it until its one terminal message, and gives i
 order; each part of one goes through three stages, and a stage's state is a few counts:
 
     talker  rows fed .. prefill, then one token a step until the stop token or the limit
-    flow    tokens solved -> hop staged -> ten Euler steps -> mel
+    flow    tokens solved -> hop staged -> Euler steps -> mel
     hift    mel -> samples
 
 The hop schedule is a function of token counts alone, never of timing, so that a context sounds the same alone and
@@ -48,7 +48,6 @@ logger = logging.getLogger(__name__)
 SAMPLES_PER_TOKEN = 960
 HOP_TOKENS = 25
 LOOKAHEAD_TOKENS = 3
-EULER_STEPS = 10
 
 
 class SpeechError(Exception):
@@ -697,7 +696,7 @@ class Scheduler:
             least=min(self.limits.flow_rows_least, self.limits.flow_rows),
             most=self.limits.flow_rows,
             slack_s=first.due_s - now,
-            steps=EULER_STEPS - first.runs[0].euler_steps,
+            steps=self.costs.euler_steps - first.runs[0].euler_steps,
         )
 
     def _flow_row(self, context: _Context) -> FlowRow | None:
@@ -706,7 +705,7 @@ class Scheduler:
             return None
         if run.euler_steps == 0:
             return self._new_hop(context, run)
-        if run.has_mel and run.euler_steps == EULER_STEPS - 1:
+        if run.has_mel and run.euler_steps == self.costs.euler_steps - 1:
             return None  # the mel of the hop before is still to be sounded
         return FlowRow(self._lane(context), run.part, run.tokens, is_new_hop=False, is_final=run.is_final_hop)
 

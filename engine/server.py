@@ -209,7 +209,7 @@ def build(config: Config, deliver: Deliver, worker: Executor) -> Engine:
     )
     if reader.default_voice not in voices.builtin:
         raise ConfigError(f"[model] voice is {reader.default_voice!r}, known are {sorted(voices.builtin)}")
-    costs = Costs()
+    costs = Costs(models.flow.shape.steps)
     return Engine(
         Runner(
             models,

@@ -13,6 +13,7 @@ import torch
 from engine import checkpoint as checkpoints
 from engine.batch import Launched, Runner
 from engine.config import EngineConfig
+from engine.costs import Costs
 from engine.frontend import Tokenizer
 from engine.loop import Engine, LinkOpened, Reader, Said
 from engine.messages import (
@@ -96,7 +97,7 @@ class Speaking:
         self.gauges: list[Gauges] = []
         self.engine = Engine(
             runner,
-            Scheduler(limits(chosen)),
+            Scheduler(limits(chosen), Costs(checkpoint.flow.shape.steps)),
             reader,
             deliver=self._deliver,
             gauges_s=0.0,

@@ -347,6 +347,7 @@ FACTORS_OF_FACTORS = "a3: 1\nsample_rate: !ref <a0>\n" + "".join(
         ("llm: {mix_ratio: 5}", "mix_ratio"),
         ("llm: {min_token_text_ratio: 3, max_token_text_ratio: 2}", "3.0 to 2.0"),
         ("frontend: {reads_ascii: 1}", "reads_ascii is 1, neither true nor false"),
+        ("flow: {n_timesteps: 0}", "euler_steps 0 is outside 1..100"),
         ("hift: {tone_steps: 2}", "tone_steps is 2, expected 1 or 480"),
         ("x: !!python/object/apply:os.getcwd []", "can't be read"),
         ("a: [", "can't be read"),
@@ -406,6 +407,12 @@ def test_how_often_tones_move_is_read(folder: Path) -> None:
     (folder / "cosyvoice3.yaml").unlink()
     (folder / "cosyvoice3.yaml").write_text("hift: {tone_steps: 480}\n")
     assert load(folder, "cpu").hift.shape.tone_steps == 480
+
+
+def test_how_many_steps_the_flow_takes_is_read(folder: Path) -> None:
+    (folder / "cosyvoice3.yaml").unlink()
+    (folder / "cosyvoice3.yaml").write_text("flow: {n_timesteps: 6}\n")
+    assert load(folder, "cpu").flow.shape.steps == 6
 
 
 def test_the_codes_for_each_text_id_are_read(tmp_path: Path) -> None:

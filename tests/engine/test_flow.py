@@ -12,12 +12,13 @@ from torch import Tensor
 
 import engine.attention as attention
 from engine.cache import OutOfPages
+from engine.costs import EULER_STEPS
 from engine.flow import Flow, FlowPrefix, FlowRow, FlowShape, FlowStore, FlowVoice, TooManyFrames, groups_of
 from engine.flow_graphs import FlowGraphs, cheapest
 from engine.flow_whole import WholeGraphs
 from engine.graphs import Graphs
 from engine.noise import flow_noise
-from engine.scheduler import EULER_STEPS, HOP_TOKENS, LOOKAHEAD_TOKENS, Lengths
+from engine.scheduler import HOP_TOKENS, LOOKAHEAD_TOKENS, Lengths
 from tests.golden_fixtures import fixture, fixture_flow
 
 GOLDEN = fixture("flow")

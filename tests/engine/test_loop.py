@@ -251,6 +251,23 @@ def test_a_long_clause_is_spoken_in_parts_and_done_once(tmp_path: Path, monkeypa
     speaking.assert_empty()
 
 
+@pytest.mark.parametrize("rows_per_launch", [1, 4])
+def test_a_checkpoint_says_how_many_steps_solve_a_hop(tmp_path: Path, rows_per_launch: int) -> None:
+    folder = random_checkpoint(tmp_path, TINY, stop_scale=1.0)
+    (folder / "cosyvoice3.yaml").write_text("flow: {n_timesteps: 3}\n")
+    speaking = Speaking(folder, rows_per_launch=rows_per_launch)
+    flow, hops = speaking.runner.models.flow, list[int]()
+    step, finish = flow.step, flow.finish_all
+    flow.step = lambda rows, store: (hops.append(len(rows)), step(rows, store))[1]  # type: ignore[method-assign]
+    ends: list[int] = []
+    flow.finish_all = lambda rows, *rest: (ends.append(len(rows)), finish(rows, *rest))[1]  # type: ignore[method-assign]
+    for context, streaming in enumerate((True, False)):
+        assert len(speaking.speak(context, "One little word and then another one.", streaming=streaming)) > 4 * HOP
+        assert isinstance(speaking.end(context), Done)
+    assert sum(hops) == 3 * sum(ends) > 3
+    speaking.assert_empty()
+
+
 def test_an_instruction_and_a_sampling_choice_change_what_is_heard(speaking: Speaking) -> None:
     standard = SamplingChoice(mode="standard", temperature=0.5, top_k=5)
     plain = speaking.speak(1, "Hi.")

@@ -57,7 +57,7 @@ def test_redraw_follows_the_reference_distribution(name: str) -> None:
     expected = case["second_draw_probs"]
     rest = case["logp"].clone()
     rest[repeated] = -torch.inf
-    # In float64, and the fixture to a sum of one: a float32 sum over 6,761 is off by up to 1e-5, each CPU in its own way.
+    # In float64, and the fixture brought to a sum of one: float32 sums are off by up to 1e-5, each CPU in its own way.
     exact = expected.double() / expected.double().sum()
     torch.testing.assert_close(rest.double().softmax(0), exact, rtol=0, atol=PROBABILITY_TOLERANCE)
     keys = torch.tensor([[key(5, 0, step, 1)] for step in range(800)])

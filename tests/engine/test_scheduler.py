@@ -34,7 +34,6 @@ from engine.messages import (
     ToGateway,
 )
 from engine.scheduler import (
-    EULER_STEPS,
     LOOKAHEAD_TOKENS,
     SAMPLES_PER_TOKEN,
     FlowRow,
@@ -166,7 +165,7 @@ class Bench:
             self.hops.append((row.part, row.upto, row.is_final))
             self.staged[where] = row.upto
         self.steps[where] += 1
-        has_mel = self.steps[where] == EULER_STEPS
+        has_mel = self.steps[where] == self.scheduler.costs.euler_steps
         if has_mel:
             self.steps[where] = 0
             self.mel_upto[where] = self.staged[where] - LOOKAHEAD_TOKENS
@@ -634,6 +633,16 @@ def test_a_launch_grows_with_the_slack_of_its_most_urgent_row() -> None:
     assert max(sizes) == 2  # they are all due now
     bench.run_until(lambda: all(bench.samples(context) > 2 * SAMPLE_RATE_HZ for context in range(8)))
     assert max(len(bench.step().flow) for _ in range(100)) > 4  # two seconds are time for ten steps of any size
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_a_hop_takes_as_many_launches_as_the_flow_has_steps(steps: int) -> None:
+    bench = Bench(Limits(lanes=1), costs=Costs(steps))
+    bench.open(1, "60")
+    launched = 0
+    while bench.samples(1) < 60 * SAMPLES_PER_TOKEN:
+        launched += len(bench.step().flow)
+    assert launched == steps * len(bench.hops) > 2 * steps
 
 
 def test_rows_far_ahead_rest_too_but_fill_up_a_small_launch() -> None:
