@@ -23,8 +23,9 @@ $(VENV)/.installed-test: pyproject.toml $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
 	touch $@
 
+# Two at a time, each file in one process: servers of a module are started once.
 test: setup-test
-	$(BIN)/python -m pytest -q -m "not slow and not bench"
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not bench"
 
 bench: setup
 	$(BIN)/rill bench --config $(CONFIG) --concurrency 1,2 --burst 4 --seconds 15

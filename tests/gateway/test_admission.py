@@ -179,7 +179,9 @@ def test_handshakes_are_counted_whether_or_not_the_key_is_right(tmp_path: Path) 
     door.enter(KEY)
 
 
-@pytest.mark.parametrize("limit", [{"address_text_minute": 1_000}, {"keys": known(text_minute=1_000)}], ids=str)
+@pytest.mark.parametrize(
+    "limit", [{"address_text_minute": 1_000}, {"keys": known(text_minute=1_000)}], ids=["address", "key"]
+)
 def test_text_is_counted_by_the_minute(tmp_path: Path, limit: dict[str, Any]) -> None:
     door = Door(tmp_path, **limit)
     one, two = door.enter(KEY), door.enter(KEY)
@@ -191,7 +193,9 @@ def test_text_is_counted_by_the_minute(tmp_path: Path, limit: dict[str, Any]) ->
     two.take_text(600)
 
 
-@pytest.mark.parametrize("limit", [{"address_voices_minute": 2}, {"keys": known(voices_minute=2)}], ids=str)
+@pytest.mark.parametrize(
+    "limit", [{"address_voices_minute": 2}, {"keys": known(voices_minute=2)}], ids=["address", "key"]
+)
 def test_recordings_are_counted_by_the_minute(tmp_path: Path, limit: dict[str, Any]) -> None:
     door = Door(tmp_path, **limit)
     one, two = door.enter(KEY), door.enter(KEY)
