@@ -13,6 +13,7 @@ A folder holds, each file complete the moment its name appears:
 
 import hashlib
 import json
+import random
 import struct
 import wave as wavefile
 import zipfile
@@ -51,10 +52,12 @@ VOICES = (
 
 @dataclass(frozen=True, slots=True)
 class KokoroVoice:
-    """A style of Kokoro, or the mean of two; ``share`` of its readings is relative."""
+    """A style of Kokoro, or the mean of several by ``weights`` (equal ones where there are none); ``share`` of its
+    readings is relative."""
 
     styles: tuple[str, ...]
     share: float = 1.0
+    weights: tuple[float, ...] | None = None
 
     @property
     def is_british(self) -> bool:
@@ -75,10 +78,21 @@ def _blends(styles: list[str]) -> tuple[KokoroVoice, ...]:
     return tuple(KokoroVoice((one, other), 0.8) for one, other in zip(styles, styles[3:] + styles[:3], strict=True))
 
 
+def _strangers(styles: list[str], count: int) -> Iterator[KokoroVoice]:
+    """Blends of two or three styles of either sex by random weights, for the flow to learn what a speaker may be."""
+    dice = random.Random("strangers")
+    for _ in range(count):
+        chosen = tuple(dice.sample(styles, dice.choice((2, 2, 3))))
+        drawn = [dice.uniform(0.2, 1.0) for _ in chosen]
+        yield KokoroVoice(chosen, 0.3, tuple(round(one / sum(drawn), 3) for one in drawn))
+
+
+NUM_STRANGERS = 200
 KOKORO = (
     *(KokoroVoice((style,), 8.0) for style in SHIPPED.values()),
     *(KokoroVoice((style,)) for style in f"{_WOMEN} {_MEN} {_BRITISH}".split()),
     *_blends(f"{_WOMEN} {_MEN} {_BRITISH}".split()),
+    *_strangers(f"{_WOMEN} {_MEN} {_BRITISH}".split(), NUM_STRANGERS),
 )
 KOKORO_WARPS = (0.9, 1.12)
 FIRST_KOKORO = len(VOICES)

@@ -158,7 +158,7 @@ from the sentences described in `engine/training/corpus.py`, which recur; no rec
 
 - Teachers: hibari (PyPI `hibari-tts`, Apache-2.0), itself distilled from Kokoro-82M, with the grapheme-to-phoneme rules
   of misaki (Apache-2.0); and Kokoro-82M itself (weights and voices Apache-2.0, ONNX export MIT) in 22 of its English
-  voices and 19 blends of two. Some voices are a teacher read at another rate, which moves pitch and formants.
+  voices and blends of two or three. Some voices are a teacher read at another rate, which moves pitch and formants.
 - Text: WordNet 3.0 examples and definitions (WordNet licence), State of the Union addresses (CC0 text, PDDL database),
   Moby Dick (public domain), first names (CC0), and a grammar of everyday sentences of this project.
 - Licence of the weights: Apache-2.0, as the project.

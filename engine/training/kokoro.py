@@ -92,7 +92,8 @@ class Kokoro:
     def _read(self, ids: list[int], voice: KokoroVoice) -> tuple[NDArray[Any], ...] | None:
         if not 3 <= len(ids) <= LONGEST:
             return None
-        style = np.mean([self._styles[name][len(ids) - 2] for name in voice.styles], 0, dtype=np.float32)[None]
+        styles = np.stack([self._styles[name][len(ids) - 2] for name in voice.styles]).astype(np.float32)
+        style = np.average(styles, axis=0, weights=voice.weights)[None].astype(np.float32)
         feed = {"tokens": np.array([ids], np.int64), "style": style, "speed": np.ones(1, np.float32)}
         wave, durations, f0 = self._session.run(["audio", DURATIONS, PITCH], feed)
         phones = np.repeat(np.array(ids, np.int16), durations.ravel().astype(np.int64))

@@ -37,7 +37,8 @@ def test_held_out_voices_have_no_part_in_any_other() -> None:
     held = {style for voice in HELD_OUT_VOICES for style in voice.styles}
     assert not held & {style for voice in KOKORO for style in voice.styles}
     assert [voice.styles[0] for voice in KOKORO[: len(SHIPPED)]] == list(SHIPPED.values())
-    assert len({voice.styles for voice in KOKORO}) == len(KOKORO)
+    assert len({(voice.styles, voice.weights) for voice in KOKORO}) == len(KOKORO)
+    assert all(voice.weights is None or abs(sum(voice.weights) - 1) < 0.01 for voice in KOKORO)
 
 
 def test_held_out_voices_are_kept_out_of_training(tmp_path: Path) -> None:
