@@ -67,6 +67,12 @@ class KokoroVoice:
 _WOMEN = "af_alloy af_aoede af_bella af_jessica af_kore af_nova af_river af_sky"
 _MEN = "am_adam am_echo am_eric am_fenrir am_liam am_onyx"
 _BRITISH = "bf_alice bf_lily bm_daniel bm_fable bm_lewis"
+_FOREIGN = (
+    "af_nicole am_santa ef_dora em_alex ff_siwis hf_alpha hf_beta hm_omega hm_psi if_sara im_nicola jf_alpha "
+    "jf_gongitsune jf_nezumi jf_tebukuro jm_kumo pf_dora pm_alex zf_xiaobei zf_xiaoni zf_xiaoxiao zf_xiaoyi zm_yunjian "
+    "zm_yunxi zm_yunxia zm_yunyang"
+)
+"""Voices of other languages and two odd ones, reading English: timbres for the flow."""
 SHIPPED = {"michael": "am_michael", "emma": "bf_emma", "george": "bm_george"}
 """Kokoro voices that ship beside heart."""
 HELD_OUT_VOICES = tuple(KokoroVoice((style,)) for style in ("af_sarah", "am_puck", "bf_isabella"))
@@ -79,20 +85,28 @@ def _blends(styles: list[str]) -> tuple[KokoroVoice, ...]:
 
 
 def _strangers(styles: list[str], count: int) -> Iterator[KokoroVoice]:
-    """Blends of two or three styles of either sex by random weights, for the flow to learn what a speaker may be."""
+    """Blends of two or three styles of either sex by random weights, for the flow to learn what a speaker may be.
+
+    Every other one goes beyond its styles: one weighs less than nothing.
+    """
     dice = random.Random("strangers")
-    for _ in range(count):
+    for number in range(count):
         chosen = tuple(dice.sample(styles, dice.choice((2, 2, 3))))
         drawn = [dice.uniform(0.2, 1.0) for _ in chosen]
-        yield KokoroVoice(chosen, 0.3, tuple(round(one / sum(drawn), 3) for one in drawn))
+        if number % 2:
+            drawn[-1] *= -0.3
+        weights = [round(one / sum(drawn), 3) for one in drawn[:-1]]
+        yield KokoroVoice(chosen, 0.3, (*weights, round(1 - sum(weights), 3)))
 
 
 NUM_STRANGERS = 200
+_ENGLISH = f"{_WOMEN} {_MEN} {_BRITISH}".split()
 KOKORO = (
     *(KokoroVoice((style,), 8.0) for style in SHIPPED.values()),
-    *(KokoroVoice((style,)) for style in f"{_WOMEN} {_MEN} {_BRITISH}".split()),
-    *_blends(f"{_WOMEN} {_MEN} {_BRITISH}".split()),
-    *_strangers(f"{_WOMEN} {_MEN} {_BRITISH}".split(), NUM_STRANGERS),
+    *(KokoroVoice((style,)) for style in _ENGLISH),
+    *_blends(_ENGLISH),
+    *(KokoroVoice((style,)) for style in _FOREIGN.split()),
+    *_strangers([*_ENGLISH, *_FOREIGN.split()], NUM_STRANGERS),
 )
 KOKORO_WARPS = (0.9, 1.12)
 FIRST_KOKORO = len(VOICES)

@@ -123,6 +123,19 @@ def draw_voice(dice: random.Random, *, only_shipped: bool) -> int:
     return dice.choices(range(len(drawn)), [voice.share for voice in drawn])[0]
 
 
+def readings_of_each(texts: list[str], kokoro: Kokoro, args: argparse.Namespace, part: int) -> Iterator[Utterance]:
+    """``args.each`` seconds of every voice, the shipped ones eight times that, in a random order."""
+    numbers = [*range(len(SHIPPED), len(KOKORO)), *(8 * [*range(len(SHIPPED))])]
+    random.Random("each").shuffle(numbers)
+    sentences = iter(texts[len(texts) - 1 - part :: -args.processes])
+    for number in numbers[part :: args.processes]:
+        seconds = 0.0
+        while seconds < args.each:
+            if said := kokoro.speak(next(sentences), KOKORO[number], FIRST_KOKORO + number):
+                seconds += said.seconds
+                yield said
+
+
 def readings(texts: list[str], kokoro: Kokoro, args: argparse.Namespace, part: int) -> Iterator[Utterance]:
     """The corpus from its end, every so many-th sentence, each in a voice drawn for it."""
     for position in range(len(texts) - 1 - part, -1, -args.processes):
@@ -237,7 +250,7 @@ def read(args: argparse.Namespace, part: int) -> None:
     texts = read_corpus(args.corpus)
     texts = texts[: len(texts) - args.leave]
     args.out.mkdir(parents=True, exist_ok=True)
-    spoken = readings(texts, kokoro, args, part)
+    spoken = (readings_of_each if args.each else readings)(texts, kokoro, args, part)
     if args.held_out:
         spoken = held_out_readings(texts, kokoro, args.held_out)
     seconds, start = 0.0, time.monotonic()
@@ -297,6 +310,7 @@ def main() -> None:
     parser.add_argument("--until", type=float, default=float("inf"), help="deadline, seconds since the epoch")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--only-shipped", action="store_true", help="read in the voices that ship, and in no other")
+    parser.add_argument("--each", type=float, help="read so many seconds of every voice, one after the other")
     parser.add_argument("--held-out", type=int, default=0, help="read so many utterances of each held-out voice")
     args = parser.parse_args()
     if args.stage == "prepare":

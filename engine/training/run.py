@@ -157,6 +157,7 @@ def jobs_of(plan: Plan) -> list[Job]:
     packs = plan.packs or Path("packs")
     text_tokenizer = data / "CosyVoice-BlankEN" / "tokenizer_config.json"
     corpus = ["--corpus", str(plan.corpus)]
+    kept = ["--vectors"] if (data / "campplus.onnx").exists() else []
     one_thread, two_threads = ({"OMP_NUM_THREADS": str(count)} for count in (1, 2))
     jobs = [
         Job("teacher", [*python, "engine.training.teacher", "--hibari", str(plan.hibari), *corpus, "--data", str(data),
@@ -180,7 +181,7 @@ def jobs_of(plan: Plan) -> list[Job]:
                                  "--budget", str(encoder_s), *few],
             lambda: has_speech(24), product=data / "speech_tokenizer.pt"),
         Job("speaker_encoder", [*python, "engine.training.speaker_encoder", *where,
-                                "--budget", str(min(0.7 * encoder_s, 90.0)), *few],
+                                "--budget", str(min(0.7 * encoder_s, 90.0)), *few, *kept],
             lambda: has_speech(24), product=data / "speakers.npz"),
         Job("tokenise", [*python, "engine.training.speech_tokenizer", "tokenise", *where, "--follow", "--idle", "240"],
             (data / "speech_tokenizer.pt").exists),

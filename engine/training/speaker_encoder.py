@@ -1,6 +1,7 @@
 """The small checkpoint's speaker encoder: kaldi filter bank less its mean [1, T, 80] -> vector [1, 192].
 
     python -m engine.training.speaker_encoder --data DIR --budget 90 [--device cuda] [--toy]
+    python -m engine.training.speaker_encoder --data DIR --vectors     by the campplus.onnx that is there, untrained
 
 It learns to tell the speaker labels apart, each crop being played at one of three rates, which makes three classes of
 one label, under an additive angular margin. Where ``speaker_targets.npz`` (``vectors`` [labels, at least 192], what a
@@ -10,6 +11,7 @@ there are here. Ends with ``campplus.onnx``, ``speaker_encoder.pt`` and ``speake
 
 import argparse
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,11 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchaudio.functional import resample  # type: ignore[import-untyped]
 
-from engine.conditioning import speaker_feat
+from engine.conditioning import onnx_session, run_onnx, speaker_feat
 from engine.training.data import FIRST_HELD_OUT, NUM_LABELS, map_npz, write_npz
 from engine.training.onnx_export import compare, export_fp16
 from engine.training.speech_tokenizer import Reel, learning_rate
 
+ENCODER = "campplus.onnx"
 VECTOR = 192
 RATES = (20, 18, 22)
 """A crop resampled from 20 to r and played at the old rate is warped by 20 / r."""
@@ -172,13 +175,11 @@ def export(model: SpeakerEncoder, reel: Reel, folder: Path, device: torch.device
     """Write the encoder and some vectors of each label; ValueError unless ONNX and module agree."""
     shape = {"width": model.blocks[0].norm.normalized_shape[0]}
     torch.save({"shape": shape, "state": model.state_dict()}, folder / "speaker_encoder.pt")
-    path = folder / "campplus.onnx"
+    path = folder / ENCODER
     export_fp16(model, (torch.randn(1, 200, 80),), path, {"input": {1: "frames"}}, {"output": {}})
     model = model.to(device)
     by_label = [_crops(reel, label) for label in range(NUM_LABELS)]
-    empty = torch.zeros(VECTORS, VECTOR, device=device)
-    vectors = torch.stack([model(fbank) if len(fbank) else empty for fbank in by_label]).cpu()
-    write_npz(folder / "speakers.npz", {"vectors": vectors.numpy().astype(np.float32)})
+    vectors = write_vectors(folder, by_label, model)
     agreement = compare(model.cpu(), path, [(fbank[:1].cpu(),) for fbank in by_label if len(fbank)][:10])
     heard = torch.tensor([len(fbank) > 0 for fbank in by_label])
     means = F.normalize(F.normalize(vectors[heard], dim=-1).mean(1), dim=-1)
@@ -189,6 +190,29 @@ def export(model: SpeakerEncoder, reel: Reel, folder: Path, device: torch.device
           f"{between.mean():.3f}, most {between.max():.3f}", flush=True)  # fmt: skip
     if agreement < 0.99:
         raise ValueError(f"speaker vectors: ONNX agrees in {agreement:.5f}, at least 0.99 is due")
+
+
+@torch.no_grad()
+def write_vectors(folder: Path, by_label: list[Tensor], encode: Callable[[Tensor], Tensor]) -> Tensor:
+    """``speakers.npz`` by filter banks [8, T, 80] of each label -> its vectors [labels, 8, 192], zeros where none."""
+    empty = torch.zeros(VECTORS, VECTOR)
+    vectors = torch.stack([encode(fbank).cpu() if len(fbank) else empty for fbank in by_label])
+    write_npz(folder / "speakers.npz", {"vectors": vectors.numpy().astype(np.float32)})
+    return vectors
+
+
+def write_known_vectors(folder: Path, device: torch.device) -> None:
+    """``speakers.npz`` by the encoder that is there."""
+    reel = Reel(folder, device, max_hours=float("inf"))
+    reel.refresh()
+    session = onnx_session(folder / ENCODER, threads=2)
+
+    def encode(fbank: Tensor) -> Tensor:
+        return torch.from_numpy(np.concatenate([run_onnx(session, row) for row in fbank.cpu().numpy()[:, None]]))
+
+    by_label = [_crops(reel, label) for label in range(NUM_LABELS)]
+    write_vectors(folder, by_label, encode)
+    print(f"vectors of {sum(len(fbank) > 0 for fbank in by_label)} labels", flush=True)
 
 
 def _crops(reel: Reel, label: int) -> Tensor:
@@ -206,8 +230,12 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=90.0, help="seconds of training")
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
     parser.add_argument("--toy", action="store_true")
+    parser.add_argument("--vectors", action="store_true")
     args = parser.parse_args()
     torch.backends.cudnn.allow_tf32 = False  # resampling wants all of float32
+    if args.vectors:
+        write_known_vectors(args.data, args.device)
+        return
     model, reel = train(args.data, args.budget, args.device, args.toy)
     export(model, reel, args.data, args.device)
 

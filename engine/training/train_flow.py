@@ -2,17 +2,21 @@
 
 Half of the batches see the 50-frame chunk mask, half see everything. Noise is fresh for every batch (serving keeps one
 fixed draw). A row is a cut of one speaker's stream, so that prompt and continuation are usually different utterances.
+Many rows with a prompt are disguised as a speaker that no vector names, so that the prompt is what a voice is taken
+from: a model of this size otherwise learns its speakers by heart and hears the nearest of them in a stranger.
 
 B rows, T mel frames, N = T / 2 tokens.
 """
 
 import math
 import sys
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from engine.conditioning import MEL_RATE_HZ, slaney_filters
 from engine.flow import Flow, FlowShape
 from engine.training.data import Shards, read_speakers
 from engine.training.pace import (
@@ -35,6 +39,13 @@ SHAPE = FlowShape(dim=192, depth=8, heads=3, head_dim=64, ff=384, lookahead_chan
 SIGMA_MIN = 1e-6
 UNGUIDED = 0.2  # share of rows trained without mu, speaker and prompt, for classifier-free guidance
 PROMPTED = 0.75
+LONGEST_PROMPT = 0.45  # of a row
+DISGUISED = 0.6  # share of the rows whose prompt is at least a third of the longest
+WARPED = 0.6  # share of these whose frequencies are moved too
+WARP = 0.17  # largest |log| of the ratio
+COLOURS, COLOUR = 7, 0.45  # cosines over the mel bins, and their deviation in nat
+VAGUE = 0.7  # deviation of the speaker vector of a disguised row, beside its own length of 1
+FLOOR = math.log(1e-5)
 TOKENS = (152, 248, 248, 496)  # row lengths drawn from; frames are multiples of 16 for the attention kernels
 
 
@@ -62,6 +73,44 @@ def densify(conv: nn.Conv1d) -> None:
     conv.forward = forward  # type: ignore[method-assign]
 
 
+@lru_cache
+def mel_centres(device: torch.device) -> Tensor:
+    """Hz of the 80 mel bins."""
+    filters = torch.from_numpy(slaney_filters(MEL_RATE_HZ, 1920, SHAPE.mel)).to(device)
+    return filters @ torch.linspace(0, MEL_RATE_HZ / 2, filters.shape[1], device=device) / filters.sum(1)
+
+
+def warped_mel(mel: Tensor, ratio: Tensor) -> Tensor:
+    """Log-mels [B, 80, T] with their frequencies times ratio [B], which moves pitch and formants."""
+    centres = mel_centres(mel.device)
+    wanted = centres / ratio[:, None]
+    high = torch.bucketize(wanted, centres).clamp(1, len(centres) - 1)
+    part = ((wanted - centres[high - 1]) / (centres[high] - centres[high - 1])).clamp(0, 1)
+    below, above = (mel.gather(1, index[:, :, None].expand_as(mel)) for index in (high - 1, high))
+    return torch.lerp(below, above, part[:, :, None])
+
+
+def colour(rows: int, bins: int, device: torch.device) -> Tensor:
+    """Random smooth equalisers in nat, [rows, bins]."""
+    order = torch.arange(1, COLOURS + 1, device=device)
+    place = (torch.arange(bins, device=device) + 0.5) / bins
+    phase = torch.rand(rows, COLOURS, 1, device=device) * math.pi
+    weight = torch.randn(rows, COLOURS, 1, device=device) * COLOUR
+    return (weight * torch.cos(math.pi * order[:, None] * place + phase)).sum(1)
+
+
+def disguised(mel: Tensor, embedding: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """mel [B, 80, T], embedding [B, 192], of length 1: the chosen rows [B] in a voice of their own, named vaguely."""
+    rows = len(mel)
+    device = mel.device
+    ratio = torch.exp((2 * torch.rand(rows, device=device) - 1) * WARP)
+    ratio = torch.where(chosen & (torch.rand(rows, device=device) < WARPED), ratio, 1.0)
+    tint = colour(rows, mel.shape[1], device) * chosen[:, None]
+    vagueness = VAGUE * torch.rand(rows, 1, device=device) * chosen[:, None]
+    other = F.normalize(torch.randn_like(embedding), dim=1)
+    return (warped_mel(mel, ratio) + tint[:, :, None]).clamp(min=FLOOR), embedding + vagueness * other
+
+
 def loss_of(flow: Flow, batch: Spans, speakers: Tensor, *, causal: bool, to_end: bool) -> Tensor:
     """Squared error of the velocity at a random time, in nat^2. speakers [labels, several, 192]: one is drawn a row."""
     rows, frames = batch.mel.shape[:2]
@@ -70,9 +119,11 @@ def loss_of(flow: Flow, batch: Spans, speakers: Tensor, *, causal: bool, to_end:
     which = torch.randint(speakers.shape[1], (rows,), device=device)
     embedding = F.normalize(speakers[batch.speaker, which], dim=1)
     embedding = embedding + torch.randn_like(embedding) * (0.15 / embedding.shape[1] ** 0.5)
+    share = torch.rand(rows, 5, device=device)
+    prompt = torch.where(share[:, 0] < PROMPTED, share[:, 1] * LONGEST_PROMPT * frames, 0.0)
+    chosen = (prompt > LONGEST_PROMPT / 3 * frames) & (share[:, 4] < DISGUISED)
+    target, embedding = disguised(target, embedding, chosen)
     mu, spk = flow.conditioning(batch.tokens, embedding, finalize=to_end)
-    share = torch.rand(rows, 4, device=device)
-    prompt = torch.where(share[:, 0] < PROMPTED, share[:, 1] * 0.45 * frames, 0.0)
     shown = torch.arange(frames, device=device) < prompt[:, None]
     cond = target * shown[:, None]
     keep = (share[:, 2] >= UNGUIDED).float()[:, None, None]

@@ -280,6 +280,26 @@ def test_each_group_of_voices_is_drawn_by_its_share(data: Path) -> None:
     assert sorted(pool._targets(np.random.default_rng(0)).tolist()) == list(range(50))
 
 
+def test_a_disguise_moves_the_chosen_rows_alone() -> None:
+    torch.manual_seed(0)
+    mel = torch.full((2, 80, 4), -8.0)
+    embedding = torch.nn.functional.normalize(torch.randn(2, 192), dim=1)
+    other, vague = train_flow.disguised(mel, embedding, torch.tensor([True, False]))
+    assert torch.equal(other[1], mel[1]) and torch.equal(vague[1], embedding[1])
+    assert (other[0] - mel[0]).std() > 0.2 and torch.equal(other[0, :, 0], other[0, :, 3])
+    assert 0 < float((vague[0] - embedding[0]).norm()) <= train_flow.VAGUE
+
+
+def test_warping_moves_a_tone_to_its_new_frequency() -> None:
+    centres = train_flow.mel_centres(CPU)
+    mel = torch.full((3, 80, 1), -9.0)
+    mel[:, 40] = 0.0
+    moved = train_flow.warped_mel(mel, torch.tensor([1.0, 1.2, 0.85]))
+    assert torch.equal(moved[0], mel[0])
+    found = centres[moved[:, :, 0].argmax(1)] / centres[40]
+    torch.testing.assert_close(found, torch.tensor([1.0, 1.2, 0.85]), rtol=0.04, atol=0.0)
+
+
 # --- learning --------------------------------------------------------------------------------------------------------
 
 

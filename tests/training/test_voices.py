@@ -1,5 +1,7 @@
 """Many voices: Kokoro's labels, packs and warped copies, the tokenizer's anchor, the speaker encoder's targets."""
 
+import argparse
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +17,10 @@ from engine.training.data import (
     KOKORO,
     NUM_LABELS,
     SHIPPED,
+    KokoroVoice,
     Shards,
     Utterance,
+    read_speakers,
     write_npz,
     write_shard,
 )
@@ -113,6 +117,34 @@ def test_the_anchor_holds_hibaris_codes_alone(tmp_path: Path) -> None:
     assert float(speech_tokenizer.drift(away, batch, anchor)) > 0
     batch.speaker.fill_(FIRST_KOKORO)
     assert float(speech_tokenizer.drift(away, batch, anchor)) == 0
+
+
+def test_an_encoder_that_is_there_names_the_voices(tmp_path: Path) -> None:
+    pytest.importorskip("onnx")
+    torch.manual_seed(0)
+    model = speaker_encoder.SpeakerEncoder(48)
+    model(torch.randn(8, 90, 80))  # its averages
+    model.fold()
+    axes: tuple[dict[str, dict[int, str]], dict[str, dict[int, str]]] = {"input": {1: "frames"}}, {"output": {}}
+    onnx_export.export_fp16(model, (torch.randn(1, 200, 80),), tmp_path / speaker_encoder.ENCODER, *axes)
+    write_shard(tmp_path, 0, [said(0), said(FIRST_KOKORO + 1)])
+    speaker_encoder.write_known_vectors(tmp_path, CPU)
+    vectors = read_speakers(tmp_path)
+    assert vectors.shape == (NUM_LABELS, speaker_encoder.VECTORS, 192)
+    assert np.abs(vectors).sum((1, 2)).nonzero()[0].tolist() == [0, FIRST_KOKORO + 1]
+
+
+def test_every_voice_is_read_for_so_long() -> None:
+    class Reader:
+        def speak(self, text: str, voice: KokoroVoice, label: int) -> Utterance:
+            return said(label, 80, text)
+
+    texts = [f"Sentence {number}." for number in range(3000)]
+    found: Counter[int] = Counter()
+    for part in (0, 1):
+        args = argparse.Namespace(each=3.0, processes=2)
+        found.update(u.speaker for u in kokoro.readings_of_each(texts, Reader(), args, part))  # type: ignore[arg-type]
+    assert found == {FIRST_KOKORO + n: 2 * (8 if n < len(SHIPPED) else 1) for n in range(len(KOKORO))}
 
 
 def test_targets_keep_their_angles_in_fewer_dimensions(tmp_path: Path) -> None:
