@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.conditioning import MEL_MARGIN, log_mel
 from engine.training.data import FIRST_KOKORO, MEL_HOP, SHIPPED, UNIT_SAMPLES, Shards
 
-SHARES = (0.30, 0.20, 0.50)
+SHARES = (0.20, 0.15, 0.65)
 """Of hibari's voices, Kokoro's that ship, and all others: there is least of what is needed most."""
 EDGES = (FIRST_KOKORO, FIRST_KOKORO + len(SHIPPED))
 

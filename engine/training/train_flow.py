@@ -2,8 +2,9 @@
 
 Half of the batches see the 50-frame chunk mask, half see everything. Noise is fresh for every batch (serving keeps one
 fixed draw). A row is a cut of one speaker's stream, so that prompt and continuation are usually different utterances.
-Many rows with a prompt are disguised as a speaker that no vector names, so that the prompt is what a voice is taken
-from: a model of this size otherwise learns its speakers by heart and hears the nearest of them in a stranger.
+Many rows with a prompt are disguised as a speaker that no vector names, some bear the vector of another, so that the
+prompt is what a voice is taken from: a model of this size otherwise learns its speakers by heart and hears the nearest
+of them in a stranger.
 
 B rows, T mel frames, N = T / 2 tokens.
 """
@@ -40,11 +41,12 @@ SIGMA_MIN = 1e-6
 UNGUIDED = 0.2  # share of rows trained without mu, speaker and prompt, for classifier-free guidance
 PROMPTED = 0.75
 LONGEST_PROMPT = 0.45  # of a row
-DISGUISED = 0.6  # share of the rows whose prompt is at least a third of the longest
+DISGUISED = 0.85  # share of the rows whose prompt is at least a third of the longest
 WARPED = 0.6  # share of these whose frequencies are moved too
 WARP = 0.17  # largest |log| of the ratio
 COLOURS, COLOUR = 7, 0.45  # cosines over the mel bins, and their deviation in nat
-VAGUE = 0.7  # deviation of the speaker vector of a disguised row, beside its own length of 1
+MISNAMED = 0.4  # share of the disguised rows that bear the vector of another row
+VAGUE = 0.7  # most that a random vector adds to that of a disguised row, beside its own length of 1
 FLOOR = math.log(1e-5)
 TOKENS = (152, 248, 248, 496)  # row lengths drawn from; frames are multiples of 16 for the attention kernels
 
@@ -100,15 +102,17 @@ def colour(rows: int, bins: int, device: torch.device) -> Tensor:
 
 
 def disguised(mel: Tensor, embedding: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """mel [B, 80, T], embedding [B, 192], of length 1: the chosen rows [B] in a voice of their own, named vaguely."""
+    """The chosen rows [B] of mel [B, 80, T] in voices of their own, of embedding [B, 192] named vaguely or wrongly."""
     rows = len(mel)
     device = mel.device
     ratio = torch.exp((2 * torch.rand(rows, device=device) - 1) * WARP)
     ratio = torch.where(chosen & (torch.rand(rows, device=device) < WARPED), ratio, 1.0)
     tint = colour(rows, mel.shape[1], device) * chosen[:, None]
+    is_misnamed = chosen & (torch.rand(rows, device=device) < MISNAMED)
+    name = torch.where(is_misnamed[:, None], embedding.roll(1, 0), embedding)
     vagueness = VAGUE * torch.rand(rows, 1, device=device) * chosen[:, None]
     other = F.normalize(torch.randn_like(embedding), dim=1)
-    return (warped_mel(mel, ratio) + tint[:, :, None]).clamp(min=FLOOR), embedding + vagueness * other
+    return (warped_mel(mel, ratio) + tint[:, :, None]).clamp(min=FLOOR), name + vagueness * other
 
 
 def loss_of(flow: Flow, batch: Spans, speakers: Tensor, *, causal: bool, to_end: bool) -> Tensor:

@@ -282,12 +282,17 @@ def test_each_group_of_voices_is_drawn_by_its_share(data: Path) -> None:
 
 def test_a_disguise_moves_the_chosen_rows_alone() -> None:
     torch.manual_seed(0)
-    mel = torch.full((2, 80, 4), -8.0)
-    embedding = torch.nn.functional.normalize(torch.randn(2, 192), dim=1)
-    other, vague = train_flow.disguised(mel, embedding, torch.tensor([True, False]))
-    assert torch.equal(other[1], mel[1]) and torch.equal(vague[1], embedding[1])
-    assert (other[0] - mel[0]).std() > 0.2 and torch.equal(other[0, :, 0], other[0, :, 3])
-    assert 0 < float((vague[0] - embedding[0]).norm()) <= train_flow.VAGUE
+    rows = 400
+    mel = torch.full((rows, 80, 4), -8.0)
+    embedding = torch.nn.functional.normalize(torch.randn(rows, 192), dim=1)
+    chosen = torch.arange(rows) < rows // 2
+    other, vague = train_flow.disguised(mel, embedding, chosen)
+    assert torch.equal(other[~chosen], mel[~chosen]) and torch.equal(vague[~chosen], embedding[~chosen])
+    assert (other - mel)[chosen].std(1).min() > 0.2 and torch.equal(other[:, :, 0], other[:, :, 3])
+    stray = (vague - embedding)[chosen].norm(dim=1)
+    is_misnamed = (vague @ embedding.T).argmax(1)[chosen] != torch.arange(rows // 2)
+    assert stray.min() > 0 and stray[~is_misnamed].max() <= train_flow.VAGUE
+    assert float(is_misnamed.float().mean()) == pytest.approx(train_flow.MISNAMED, abs=0.1)
 
 
 def test_warping_moves_a_tone_to_its_new_frequency() -> None:
