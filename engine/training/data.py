@@ -93,9 +93,9 @@ def _strangers(styles: list[str], count: int) -> Iterator[KokoroVoice]:
     for number in range(count):
         chosen = tuple(dice.sample(styles, dice.choice((2, 2, 3))))
         drawn = [dice.uniform(0.2, 1.0) for _ in chosen]
-        if number % 2:
-            drawn[-1] *= -0.3
-        weights = [round(one / sum(drawn), 3) for one in drawn[:-1]]
+        last = -0.3 * drawn.pop() if number % 2 else drawn[-1] / sum(drawn)
+        rest = sum(drawn[: len(chosen) - 1])
+        weights = [round((1 - last) * one / rest, 3) for one in drawn[: len(chosen) - 1]]
         yield KokoroVoice(chosen, 0.3, (*weights, round(1 - sum(weights), 3)))
 
 
