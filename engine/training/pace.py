@@ -180,7 +180,7 @@ class Stage:
         return self.data / "out"
 
     def autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=not self.is_toy)
 
 
 def logger(name: str, data: Path) -> logging.Logger:
@@ -217,7 +217,7 @@ def stage_from_arguments(name: str, arguments: list[str] | None = None) -> Stage
     device = torch.device(given.device)
     stage = Stage(
         data=given.data, device=device, budget=Budget(start, deadline), is_toy=given.toy,
-        log=logger(name, given.data), seed=given.seed, compile=not given.no_compile and device.type == "cuda",
+        log=logger(name, given.data), seed=given.seed, compile=not given.no_compile and not given.toy,
         awaited=given.awaited,
     )  # fmt: skip
     stage.log.info("%s on %s for %.0f s, spent %.3f", name, device, deadline - time.time(), stage.budget.spent)

