@@ -40,7 +40,7 @@ SHAPE = FlowShape(dim=192, depth=8, heads=3, head_dim=64, ff=384, lookahead_chan
 SIGMA_MIN = 1e-6
 UNGUIDED = 0.2  # share of rows trained without mu, speaker and prompt, for classifier-free guidance
 PROMPTED = 0.75
-LONGEST_PROMPT = 0.45  # of a row
+LONGEST_PROMPT = 0.55  # of a row
 DISGUISED = 0.85  # share of the rows whose prompt is at least a third of the longest
 WARPED = 0.6  # share of these whose frequencies are moved too
 WARP = 0.17  # largest |log| of the ratio
@@ -48,7 +48,7 @@ COLOURS, COLOUR = 7, 0.45  # cosines over the mel bins, and the deviation in nat
 MISNAMED = 0.4  # share of the disguised rows that bear the vector of another row
 VAGUE = 0.7  # most that a random vector adds to that of a disguised row, beside its own length of 1
 FLOOR = math.log(1e-5)
-TOKENS = (152, 152, 152, 248, 496)  # row lengths drawn from; frames are multiples of 16 for the attention kernels
+TOKENS = (152, 152, 248, 248, 496)  # row lengths drawn from; frames are multiples of 16 for the attention kernels
 FRAMES = {"cuda": 32_000, "cpu": 4_800}  # of a batch
 PEAK = {"cuda": 1e-3, "cpu": 3e-4}  # learning rate; two cores with AMX make three steps a second
 
